@@ -18,6 +18,7 @@ from sdfastgn.kernels.batch_norm.fold import Folded, fold_batch_norm
 from sdfastgn.kernels.channel_norm.op import channel_norm
 from sdfastgn.kernels.checksum.op import checksums
 from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.geglu.gated import gated
 from sdfastgn.kernels.geglu.op import geglu
 from sdfastgn.kernels.layer_norm.grouped import Groups, grouped_layer_norm
 from sdfastgn.kernels.low_rank.op import Factors, Sum, add_low_rank, rank_blocks
@@ -217,6 +218,9 @@ def _gated(shape, dtype):
     x = torch.empty((shape[0], 2 * shape[1]), dtype=dtype)
     bias = x.new_empty(2 * shape[1])
     geglu(x)
+    with torch.no_grad():
+        for activation in ("silu", "gelu", "gelu_tanh"):
+            gated(*x.chunk(2, -1), activation)
     for wanted in ((0, 1), (0,), (1,)):
         _differentiate(geglu, x, bias, wanted=wanted)
 

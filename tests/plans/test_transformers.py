@@ -29,6 +29,13 @@ PLANNED = [
     *("SD3Transformer2DModel", "QwenImageTransformer2DModel", "ZImageTransformer2DModel"),
     *("LTXVideoTransformer3DModel", "WanTransformer3DModel", "HunyuanVideoTransformer3DModel"),
 ]
+# Steps that some of them must have, by model.
+STEPS = {
+    "FluxTransformer2DModel": {"add_linear_": 1},
+    "Flux2Transformer2DModel": {"add_linear_": 1, "gated": 3},
+    "ChromaTransformer2DModel": {"add_linear_": 1},
+    "ZImageTransformer2DModel": {"gated": 4},
+}
 
 
 def agree(call, model, stock, seed):
@@ -48,6 +55,7 @@ def test_the_whole_model_is_one_plan(name):
     assert found.plans == 1
     assert found.calls
     assert found.steps["ada_norm"] >= 3
+    assert STEPS.get(name, {}).items() <= found.steps.items()
     twin = copy.deepcopy(model)
     agree(call, twin, stock, 2)
     assert vars(twin)["forward"].calls

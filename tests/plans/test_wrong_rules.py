@@ -193,10 +193,18 @@ WRONG = [
         "norm.args[0] is before",
     ),
     Wrong(
-        "either half is the gate",
+        "the value is activated in place of the gate",
         "tokens",
-        "are_halves = value.args[1:] == (last, 0, D) and half.args == (x, last, D, D)",
-        "are_halves = half.args[0] is x",
+        "(value, applied(r, views, gate), name)",
+        "(applied(r, views, gate), value, name)",
+    ),
+    Wrong("a gate is not moved", "tokens", "applied(r, views, gate)", "r.reshape(gate, shape(n))"),
+    Wrong("one column is the gate of all", "tokens", "shape(value) == shape(factor) == shape(n)", "True"),
+    Wrong(
+        "an activation is never rounded",
+        "tokens",
+        "elif uncast(n, root) is n:",
+        "elif not has(n, steps.cast):",
     ),
     Wrong(
         "a second bias replaces a second bias",
@@ -204,6 +212,14 @@ WRONG = [
         "is_only(y) and y.args[4] is None and",
         "is_only(y) and",
     ),
+    Wrong(
+        "each part has the first columns of a weight",
+        "tokens",
+        "r.cut(weight, 1, start,",
+        "r.cut(weight, 1, 0,",
+        first=51,
+    ),
+    Wrong("a cat is of rows", "tokens", " or cat.args[1] != rank(cat) - 1 or", " or", first=484),
     Wrong("parts in any order are the whole", "cats", "p.args[1:3] != (dim, end):", "p.args[1] != dim:"),
     Wrong(
         "parts come before another axis",

@@ -1,8 +1,10 @@
-"""The Triton kernels of GEGLU and of its backward. Formulas and ops are in ``geglu/op.py``.
+"""The Triton kernels of GEGLU, of its backward, and of ``gated``.
 
-The forward is one launch, which reads x and writes y. The backward is one launch, which reads dy and x and
-writes dx. If the gradient of the bias is wanted, each program of the backward also sums over its rows, and
-stores one partial sum for each column. Then a second launch adds up the partial sums.
+Formulas are in ``geglu/op.py`` and ``geglu/gated.py``. GEGLU and ``gated`` share the code of a tile of y.
+
+The forward of GEGLU is one launch, which reads x and writes y. The backward is one launch, which reads dy and
+x and writes dx. If the gradient of the bias is wanted, each program of the backward also sums over its rows,
+and stores one partial sum for each column. Then a second launch adds up the partial sums.
 
 Tensors:
 
@@ -10,6 +12,8 @@ Tensors:
 - ``dx``: (rows, 2D), contiguous, the gradient of x, or None;
 - ``bias``, ``dbias``: (2D,) or None;
 - ``y``, ``dy``: (rows, D), contiguous. With a quantizer y is in E4M3;
+- ``value``, ``gate``: (rows, D), what ``gated`` reads instead of x; contiguous rows, ``VALUE_STRIDE`` and
+  ``GATE_STRIDE`` elements apart;
 - ``quantizer``: (8,) fp32, or None (``common/e4m3.py``). With it the forward has a second launch, the retry;
 - ``partials``: fp32 (groups, 2D), or None if the gradient of the bias is not wanted.
 
@@ -27,7 +31,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from sdfastgn.kernels.common.activation_kernels import normal_cdf
+from sdfastgn.kernels.common.activation_kernels import activate, normal_cdf
 from sdfastgn.kernels.common.e4m3_kernels import (
     begin_retry,
     end_retry,
@@ -53,19 +57,22 @@ def _read_bias(bias_ptr, D: tl.constexpr, c, in_row):
 
 
 @triton.jit
-def _geglu_tile(
-    x_ptr, bias_ptr, quantizer_ptr, y_ptr,
+def _gated_tile(
+    value_ptr, gate_ptr, bias_ptr, quantizer_ptr, y_ptr,
     rows, tile,
-    D: tl.constexpr, X_STRIDE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, RETRY: tl.constexpr,
+    D: tl.constexpr, VALUE_STRIDE: tl.constexpr, GATE_STRIDE: tl.constexpr,
+    ACTIVATION: tl.constexpr, PAIRS: tl.constexpr,
+    EVEN: tl.constexpr, PDL: tl.constexpr, RETRY: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Computes ``BLOCK_D`` columns of ``BLOCK_R`` rows of y. The constants are those of ``_geglu_kernel``."""
+    """Computes ``BLOCK_D`` columns of ``BLOCK_R`` rows of y. The constants are those of the kernels below."""
     columns = tl.cdiv(D, BLOCK_D)
     first = (tile // columns).to(tl.int64) * BLOCK_R
     start = (tile % columns).to(tl.int64) * BLOCK_D
     # If the tile has one row, the stride between rows is multiplied by r = 0. But Triton 3.6 refuses a stride
     # that is too large for int32 even then. So the stride is replaced by 0.
-    ROW: tl.constexpr = X_STRIDE if BLOCK_R > 1 else 0
+    VALUE_ROW: tl.constexpr = VALUE_STRIDE if BLOCK_R > 1 else 0
+    GATE_ROW: tl.constexpr = GATE_STRIDE if BLOCK_R > 1 else 0
     r = tl.arange(0, BLOCK_R)[:, None]
     i = tl.arange(0, BLOCK_D)
     in_row = None
@@ -75,12 +82,17 @@ def _geglu_tile(
         mask = (first + r < rows) & in_row[None, :]
     if PDL:
         wait_before_retry(quantizer_ptr)
-    x = x_ptr + (first * X_STRIDE + start) + (r * ROW + i[None, :])
-    value = tl.load(x, mask=mask).to(tl.float32)
-    gate = tl.load(x + D, mask=mask).to(tl.float32)
+    values = value_ptr + (first * VALUE_STRIDE + start) + (r * VALUE_ROW + i[None, :])
+    gates = gate_ptr + (first * GATE_STRIDE + start) + (r * GATE_ROW + i[None, :])
+    value = tl.load(values, mask=mask).to(tl.float32)
+    gate = tl.load(gates, mask=mask).to(tl.float32)
     bias, gate_bias = _read_bias(bias_ptr, D, start + i, in_row)
     gate += gate_bias
-    y = (value + bias) * (gate * normal_cdf(gate, x_ptr.dtype.element_ty != tl.float32)[0])
+    if ACTIVATION == "gelu":
+        gate *= normal_cdf(gate, gate_ptr.dtype.element_ty != tl.float32)[0]
+    else:
+        gate = activate(gate, ACTIVATION, PAIRS)
+    y = (value + bias) * gate
     out = first * D + start
     if quantizer_ptr is not None:
         y = in_e4m3_range(y, mask, quantizer_ptr, RETRY)
@@ -105,16 +117,34 @@ def _geglu_kernel(
         if begin_retry(quantizer_ptr):
             tiles = tl.cdiv(rows, BLOCK_R) * tl.cdiv(D, BLOCK_D)
             for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-                _geglu_tile(
-                    x_ptr, bias_ptr, quantizer_ptr, y_ptr, rows, tile,
-                    D, X_STRIDE, EVEN, False, True, BLOCK_R, BLOCK_D,
+                _gated_tile(
+                    x_ptr, x_ptr + D, bias_ptr, quantizer_ptr, y_ptr, rows, tile,
+                    D, X_STRIDE, X_STRIDE, "gelu", False, EVEN, False, True, BLOCK_R, BLOCK_D,
                 )  # fmt: skip
             end_retry(quantizer_ptr)
     else:
-        _geglu_tile(
-            x_ptr, bias_ptr, quantizer_ptr, y_ptr, rows, tl.program_id(0),
-            D, X_STRIDE, EVEN, PDL, False, BLOCK_R, BLOCK_D,
+        _gated_tile(
+            x_ptr, x_ptr + D, bias_ptr, quantizer_ptr, y_ptr, rows, tl.program_id(0),
+            D, X_STRIDE, X_STRIDE, "gelu", False, EVEN, PDL, False, BLOCK_R, BLOCK_D,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gated_kernel(
+    value_ptr, gate_ptr, y_ptr,
+    rows,
+    D: tl.constexpr, VALUE_STRIDE: tl.constexpr, GATE_STRIDE: tl.constexpr,
+    ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Computes y = value * activation(gate). A program has one tile: ``BLOCK_D`` columns of ``BLOCK_R`` rows.
+
+    ``ACTIVATION``, ``PAIRS``: as in ``activate``. ``EVEN``: True if no element is masked.
+    """
+    _gated_tile(
+        value_ptr, gate_ptr, None, None, y_ptr, rows, tl.program_id(0),
+        D, VALUE_STRIDE, GATE_STRIDE, ACTIVATION, PAIRS, EVEN, PDL, False, BLOCK_R, BLOCK_D,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])

@@ -1,4 +1,4 @@
-"""The launches of ``geglu`` and of its backward: which kernels run, with which grids and constants.
+"""The launches of ``geglu``, of its backward, and of ``gated``: which kernels run, and their grids.
 
 The kernels are in ``geglu/kernels.py``, their configurations in ``geglu/config.py``.
 """
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.activations import PAIRED
 from sdfastgn.kernels.common.declaration import Gradients, empty_row_gradients, gradients_of
 from sdfastgn.kernels.common.e4m3 import E4M3, launches_of
 from sdfastgn.kernels.common.launch import Launch
@@ -19,6 +20,7 @@ from sdfastgn.kernels.common.sizes import ceil_div, vector_width
 from sdfastgn.kernels.common.sums import SUM_WARPS, column_sum_block
 from sdfastgn.kernels.geglu import kernels
 from sdfastgn.kernels.geglu.config import TileConfig, backward_config, forward_config
+from sdfastgn.kernels.geglu.gated import GatedCall
 from sdfastgn.kernels.geglu.op import GegluCall
 
 
@@ -39,7 +41,7 @@ class GegluPlan:
         x_stride = row_stride(x) or 2 * D
         config = forward_config(rows, D, vector_width(x.itemsize, D, x_stride), x_stride)
         pdl = gpu.has_programmatic_launch(x.device)
-        tile = _tile(config, rows, D, x_stride)
+        tile = {"X_STRIDE": x_stride, **_tile(config, rows, D)}
         self.launch, self.retry = (
             Launch(kernels._geglu_kernel, count, config.num_warps, pdl=pdl, RETRY=retries, rows=rows, **tile)
             for count, retries in launches_of(config.programs(D))
@@ -85,7 +87,7 @@ class GegluGradPlan:
         pdl = gpu.has_programmatic_launch(x.device)
         self.grad = Launch(
             kernels._geglu_grad_kernel, config.programs(D), config.num_warps, pdl=pdl,
-            rows=rows, tiles=config.tiles, **_tile(config, rows, D, x_stride),
+            rows=rows, tiles=config.tiles, X_STRIDE=x_stride, **_tile(config, rows, D),
         )  # fmt: skip
         self.partials = config.groups * 2 * D if bias_grad else 0
         block_p, block_d = column_sum_block(config.groups, 2 * D)
@@ -109,11 +111,37 @@ class GegluGradPlan:
         return grads
 
 
-def _tile(config: TileConfig, rows: int, D: int, x_stride: int) -> dict[str, Any]:
-    """The constants that forward and backward kernel share. ``x_stride``: elements between rows of x."""
+class GatedPlan:
+    """The launch of ``gated`` for calls with equal shapes, strides, dtypes, device and activation."""
+
+    __slots__ = ("launch", "shape", "strides")
+
+    def __init__(self, call: GatedCall) -> None:
+        value, gate, activation = call
+        D = value.shape[-1]
+        self.shape = tuple(value.shape)
+        self.strides = torch.empty(self.shape, device="meta").stride()
+        rows = value.numel() // D
+        strides = row_stride(value) or D, row_stride(gate) or D
+        config = forward_config(rows, D, vector_width(value.itemsize, D, *strides), max(strides))
+        self.launch = Launch(
+            kernels._gated_kernel, config.programs(D), config.num_warps,
+            pdl=gpu.has_programmatic_launch(value.device), rows=rows,
+            VALUE_STRIDE=strides[0], GATE_STRIDE=strides[1], ACTIVATION=activation,
+            PAIRS=value.itemsize == 2 and config.block_d >= PAIRED, **_tile(config, rows, D),
+        )  # fmt: skip
+
+    def run(self, call: GatedCall) -> Tensor:
+        """Launch the kernel, and return y (..., D)."""
+        y = call.value.new_empty_strided(self.shape, self.strides)
+        self.launch.run(call.value, call.gate, y)
+        return y
+
+
+def _tile(config: TileConfig, rows: int, D: int) -> dict[str, Any]:
+    """The constants that all kernels with tiles share."""
     return {
         "D": D,
-        "X_STRIDE": x_stride,
         "EVEN": config.is_even(rows, D),
         "BLOCK_R": config.block_r,
         "BLOCK_D": config.block_d,

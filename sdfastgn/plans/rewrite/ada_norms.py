@@ -37,7 +37,7 @@ from sdfastgn.plans.rewrite.norms import ACTIVATIONS, mean_square_norm, widened
 from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.schemas import arguments
 
-__all__ = ["ada_norms", "uncast"]
+__all__ = ["ada_norms", "in_dtype", "uncast"]
 
 aten = torch.ops.aten
 _LAST_OPS = (
@@ -176,7 +176,7 @@ def _sum(n: Node) -> _Sum | None:
     plain = None
     for x, added in _summands(n):
         for b, gate in _operands(added, aten.mul.Tensor, n):
-            is_activated = any(has(t, *ACTIVATIONS) for t in (b, gate))
+            is_activated = any(has(uncast(t, n), *ACTIVATIONS) for t in (b, gate))
             if gate is not None and is_activated and shape(gate) == shape(n):
                 continue  # such products have steps of their own
             for c, gain in _operands(b, aten.mul.Tensor, n):
@@ -185,7 +185,7 @@ def _sum(n: Node) -> _Sum | None:
                 if norm is not None and norm.kind == "rms" and is_gain:
                     weight = norm.weight if gain is None else gain
                     return _Sum(x, norm.x, gate, norm._replace(weight=weight))
-            branch = _in_dtype(b, n)
+            branch = in_dtype(b, n)
             if branch is not None and gate is not None:
                 return _Sum(x, branch, gate, None)
             if branch is not None and plain is None and branch is not x:
@@ -196,7 +196,7 @@ def _sum(n: Node) -> _Sum | None:
 def _summands(n: Node) -> Iterator[tuple[Node, Node]]:
     total = uncast(n, n)
     for x, added in operands(total) if has(total, aten.add.Tensor) else ():
-        source = _in_dtype(x, n)
+        source = in_dtype(x, n)
         if source is not None and shape(x) == shape(added) == shape(n):
             yield source, added
 
@@ -225,7 +225,7 @@ def _norm(n: Node, root: Node) -> _Norm | None:
     """The norm that n is, of the rows of tokens of the shape and dtype of ``root``."""
     n = uncast(n, root)
     found = _norm_at(n)
-    x = None if found is None else _in_dtype(found.x, root)
+    x = None if found is None else in_dtype(found.x, root)
     return None if found is None or x is None or shape(x) != shape(root) else found._replace(x=x)
 
 
@@ -241,7 +241,7 @@ def _norm_at(n: Node) -> _Norm | None:
     return None if found is None else _Norm(found[0], "rms", None, None, found[1])
 
 
-def _in_dtype(n: Node, root: Node) -> Node | None:
+def in_dtype(n: Node, root: Node) -> Node | None:
     """n before casts that change no number, in the dtype of ``root``; None if there is no such value."""
     return next((v for v in (widened(n), n) if dtype(v) == dtype(root)), None)
 

@@ -1,7 +1,8 @@
-"""Steps of transformers: sums before layer norms, gated products, and layers of few rows."""
+"""Steps of transformers: sums before layer norms, gated activations, and what products take in."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import fx
 from torch.fx import Node
 
 from sdfastgn.kernels.act_linear.config import has_few_rows
+from sdfastgn.plans.rewrite.ada_norms import in_dtype, uncast
 from sdfastgn.plans.rewrite.nodes import (
     Rewriter,
     cleaned,
@@ -24,6 +26,7 @@ from sdfastgn.plans.rewrite.nodes import (
 )
 from sdfastgn.plans.rewrite.norms import activation, is_outside
 from sdfastgn.plans.rewrite.rules import apply
+from sdfastgn.plans.rewrite.views import applied
 from sdfastgn.plans.run import steps
 
 __all__ = ["tokens"]
@@ -31,13 +34,18 @@ __all__ = ["tokens"]
 aten = torch.ops.aten
 # Dtypes of products that compute an activation.
 HALVES = (torch.float16, torch.bfloat16)
+# Dtypes of sums of products. A part of a sum may be much larger than the sum, and has no place in fp16.
+_ADDED = (torch.bfloat16, torch.float32)
+# Bytes. Matrix products on tensor cores need rows at multiples of it.
+_ALIGNMENT = 16
 
 
 def tokens(graph: fx.Graph) -> fx.Graph:
-    """Sums go into the layer norms and products beside them. Gates and few rows get their kernels."""
+    """Sums go into the layer norms and products beside them. Gates, few rows and cats get their steps."""
     graph = apply(_add_before_norms(graph), _gated, aten.mul.Tensor)
     graph = apply(graph, _few_rows, steps.linear)
     graph = apply(graph, _activated_product, aten.gelu.default)
+    graph = apply(graph, _product_of_cat, steps.linear)
     return apply(graph, _one_more_row, aten.add.Tensor)
 
 
@@ -103,16 +111,31 @@ def _is_sum(n: Any) -> bool:
 
 
 def _gated(r: Rewriter, n: Node) -> Node | None:
-    """The first half of rows times GELU of the second half -> ``geglu``."""
-    for value, gate in operands(n):
-        half: Any = gate.args[0] if activation(gate) == "gelu" else None
-        if not (has(value, steps.cut) and has(half, steps.cut)):
+    """value * activation(gate), of one shape and dtype -> ``gated``, which does not round the activation."""
+    for value, factor in operands(n):
+        activated, views = _before_views(factor, n)
+        name = activation(activated)
+        gate = in_dtype(activated.args[0], n) if name is not None and is_only(activated) else None
+        if gate is None or not shape(value) == shape(factor) == shape(n) or dtype(value) != dtype(n):
             continue
-        x, last, D = value.args[0], rank(n) - 1, shape(n)[-1]
-        are_halves = value.args[1:] == (last, 0, D) and half.args == (x, last, D, D)
-        if are_halves and shape(x)[-1] == 2 * D and shape(value) == shape(n):
-            return r.like(steps.geglu, (x,), n)
+        if has_kernels(n) and shape(n):
+            return r.like(steps.gated, (value, applied(r, views, gate), name), n)
     return None
+
+
+def _before_views(n: Node, root: Node) -> tuple[Any, list[Node]]:
+    """(the value before the views and casts that n ends with, the views). Casts are as in ``uncast``.
+
+    Nobody else reads what comes after the value.
+    """
+    views: list[Node] = []
+    while is_only(n) and activation(n) is None:
+        if has(n, steps.reshape, steps.permute):
+            views.insert(0, n)
+        elif uncast(n, root) is n:
+            break
+        n = n.args[0]
+    return n, views
 
 
 def _few_rows(r: Rewriter, n: Node) -> Node | None:
@@ -135,6 +158,32 @@ def _activated_product(r: Rewriter, n: Node) -> Node | None:
     if not are_alike or dtype(n) not in HALVES or not has_many_rows or rank(weight) != 2:
         return None
     return r.like(steps.linear_gelu, product.args, n)
+
+
+def _product_of_cat(r: Rewriter, n: Node) -> Node | None:
+    """linear(cat(parts)) of many rows -> the sum of the products of the parts, in one tensor.
+
+    The result is rounded after each product. So the smallest part, which adds least, is the first.
+    """
+    cat, weight, bias = n.args
+    if not has(cat, steps.cat) or not is_only(cat) or cat.args[1] != rank(cat) - 1 or dtype(n) not in _ADDED:
+        return None
+    N, K = shape(weight)
+    ends = list(itertools.accumulate((shape(p)[-1] for p in cat.args[0]), initial=0))
+    parts = sorted(zip(cat.args[0], ends, strict=False), key=lambda part: shape(part[0])[-1])
+    has_many_rows = math.prod(shape(n)[:-1]) > 0 and not has_few_rows(math.prod(shape(n)[:-1]))
+    are_aligned = all(end * dtype(weight).itemsize % _ALIGNMENT == 0 for end in ends)
+    # A cat reads and writes K elements of a row, and each further product N.
+    if not has_many_rows or not are_aligned or (len(parts) - 1) * N >= K:
+        return None
+    total = None
+    for part, start in parts:
+        own = r.cut(weight, 1, start, shape(part)[-1])
+        if total is None:
+            total = r.like(steps.linear, (part, own, bias), n)
+        else:
+            total = r.like(steps.add_linear_, (total, part, own), n)
+    return total
 
 
 def _one_more_row(r: Rewriter, n: Node) -> Node | None:

@@ -28,7 +28,6 @@ _OF_ROWS = (
     steps.add_layer_norm,
     steps.ada_norm,
     steps.rotate,
-    steps.geglu,
 )
 
 

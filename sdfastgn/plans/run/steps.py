@@ -24,7 +24,7 @@ from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.layout import empty_laid_out, is_channels_last, is_dense, laid_out
 from sdfastgn.kernels.common.private import scaled_dot_product_attention
 from sdfastgn.kernels.convolution import windows
-from sdfastgn.kernels.geglu import op as geglu_op
+from sdfastgn.kernels.geglu import gated as gated_op
 from sdfastgn.kernels.group_norm import op as group_norm_op
 from sdfastgn.kernels.layer_norm import op as layer_norm_op
 from sdfastgn.kernels.pad_frames import op as pad_frames_op
@@ -612,9 +612,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor | None) -> Tensor:
     return rotate_op.rotate(x, cos, sin)
 
 
-def geglu(x: Tensor) -> Tensor:
-    """``a * gelu(b)``, where a and b are the halves of x along the last axis."""
-    return geglu_op.geglu(x)
+def gated(value: Tensor, gate: Tensor, activation: str) -> Tensor:
+    """``value * activation(gate)``. Rows are along the axis whose elements are neighbors: the last, or 1."""
+    if value.dim() > 3 and value.stride(1) == 1:
+        value, gate = value.movedim(1, -1), gate.movedim(1, -1)
+        return gated_op.gated(value, gate, activation).movedim(-1, 1)
+    return gated_op.gated(value, gate, activation)
 
 
 def _as_video(x: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""Sums before layer norms, sums in place, gates and few rows, and near misses."""
+"""Sums before layer norms, gated activations, what products take in, and near misses."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from sdfastgn.plans.run import steps
-from tests.plans.rewrite.rewriting import checked, steps_of
+from tests.plans.rewrite.rewriting import Rewritten, checked, steps_of
 
 D = 8
 x, y = torch.randn(2, 5, D), torch.randn(2, 5, D)
@@ -135,34 +135,79 @@ def test_sums_of_several_blocks():
 # ---- gates
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: x[..., :4] * F.gelu(x[..., 4:]),
-        lambda x: F.gelu(x.chunk(2, -1)[1]) * x.chunk(2, -1)[0],
-        lambda x: x[..., :4] * F.gelu(x[..., 4:], approximate="none"),
-    ],
-)
-def test_geglu(call):
-    assert steps_of(call, x) == ["geglu"]
+def fp32_silu(x):
+    """SiLU in fp32, in the dtype of x."""
+    return F.silu(x.float()).to(x.dtype)
+
+
+GATED = {
+    "values first": lambda x: x[..., :4] * F.gelu(x[..., 4:]),
+    "gates first": lambda x: F.silu(x[..., :4]) * x[..., 4:],
+    "chunks": lambda x: F.gelu(x.chunk(2, -1)[1]) * x.chunk(2, -1)[0],
+    "a split": lambda x: torch.mul(*(f(t) for f, t in zip((F.silu, abs), x.split(4, -1), strict=True))),
+    "an axis of two": lambda x: F.silu(x.view(2, 5, 2, 4)[:, :, 0]) * x.view(2, 5, 2, 4)[:, :, 1],
+    "GELU by tanh": lambda x: x[..., :4] * F.gelu(x[..., 4:], approximate="tanh"),
+    "parts": lambda x: x[..., :3] * F.relu(x[..., 4:7]),
+    "x by sigmoid": lambda x: x[..., :4] * (x[..., 4:] * torch.sigmoid(x[..., 4:])),
+    "samples": lambda x: x[:1] * F.mish(x[1:]),
+    "the value itself": lambda x: x * F.silu(x),
+    "two products": lambda x: F.silu(F.linear(x, W.to(x), B.to(x))) * F.linear(x, W2.to(x)),
+    "images": lambda x: (
+        x[None].transpose(1, 3).chunk(2, 1)[0] * F.silu(x[None].transpose(1, 3).chunk(2, 1)[1])
+    ),
+    "in fp32": lambda x: fp32_silu(x[..., :4]) * x[..., 4:],
+    "one of two activations": lambda x: F.silu(x[..., :4]) * F.gelu(x[..., 4:]),
+}
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_a_gated_activation(name):
+    for each in (x, x.to(HALF)):
+        steps = steps_of(GATED[name], each)
+        assert steps.count("gated") == 1
+        left = {"one of two activations": ["aten.silu"], "a split": ["aten.abs"]}.get(name, [])
+        assert [step for step in steps if step not in ("gated", "linear", "linears", "cast")] == left
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda x: x[..., 4:] * F.gelu(x[..., :4]),
-        lambda x: x[..., :4] * F.gelu(x[..., 4:], approximate="tanh"),
-        lambda x: x[..., :4] * F.silu(x[..., 4:]),
-        lambda x: x[..., :2] * F.gelu(x[..., 2:4]),
-        lambda x: x[..., :3] * F.gelu(x[..., 4:7]),
-        lambda x: x[..., :4] * F.gelu((x * 2)[..., 4:]),
-        lambda x: x[:, :, :4] * F.gelu(x[:, :, 4:5]),
-        lambda x: x[..., :4] * F.gelu(x[..., :4]),
-        lambda x: x[:1] * F.gelu(x[1:]),
+        lambda x: x[:, :, :4] * F.silu(x[:, :, 4:5]),
+        lambda x: x[:, :1] * F.silu(x),
+        lambda x: x[..., :4] * F.silu(x[..., 4:].double()),
+        lambda x: x[..., :4] * F.silu(x[..., 4:]).to(HALF),
+        lambda x: x[..., :4].double() * F.silu(x[..., 4:]),
+        lambda x: x[..., :4] * F.silu(x[..., 4:]).to(HALF).float(),
+        lambda x: x[..., :4] + F.silu(x[..., 4:]),
+        lambda x: x[..., :4] * torch.sigmoid(x[..., 4:]),
+        lambda x: F.silu(x[..., :4]) * 2,
+        lambda x: (x[..., :4] * F.silu(x[..., 4:]), F.silu(x[..., 4:])),
+        lambda x: (x[..., :4] * F.silu(x[..., 4:]), F.silu(x[..., 4:]) * 3),
+        lambda x: F.silu(x) * F.silu(x),
+        lambda x: x.double() * F.silu(x.double()),
+        lambda x: x[0, 0, 0] * F.silu(x[1, 0, 0]),
     ],
 )
-def test_other_gates_stay(call):
-    assert "geglu" not in steps_of(call, x)
+def test_other_products_with_activations_stay(call):
+    assert "gated" not in steps_of(call, x)
+
+
+def test_an_activation_in_fp32_that_is_read_elsewhere_stays():
+    def call(x):
+        wide = F.silu(x[..., 4:].float())
+        return x[..., :4] * wide.to(x.dtype), wide
+
+    assert "gated" not in steps_of(call, x.to(HALF))
+
+
+def test_a_gated_product_before_a_sum():
+    """It is no gated sum of tokens, where the activation would be a gate."""
+    for silu in (F.silu, fp32_silu):
+        for each in (x, x.to(HALF)):
+            steps = steps_of(
+                lambda x, y, silu=silu: x + silu(y) * F.linear(x, W.to(x.dtype)), each, y.to(each)
+            )
+            assert steps.count("gated") == 1
 
 
 # ---- few rows
@@ -247,3 +292,72 @@ def test_a_product_that_is_read_elsewhere_computes_no_gelu():
         return F.gelu(y, approximate="tanh") + y
 
     assert "linear_gelu" not in steps_of(call, many_rows(x))
+
+
+# ---- products of concatenations
+
+tokens = torch.randn(2, 40, 16)  # more rows than ``act_linear`` takes
+WIDE, WIDE_BIAS = torch.randn(8, 24) / 5, torch.randn(8)
+
+
+def joined(x, dtype=torch.float32, w=WIDE, b=WIDE_BIAS):
+    """A product of x and of half of its columns, as after attention and a feed-forward in parallel."""
+    parts = torch.cat([torch.tanh(x.to(dtype)), x[..., :8].to(dtype)], -1)
+    return F.linear(parts, w.to(dtype), None if b is None else b.to(dtype))
+
+
+def products(plan):
+    """(columns of the part, columns of the weight in use) of each product, in order."""
+    parts = [
+        n.args[-3:-1] if n.target is steps.linear else n.args[1:] for n in plan.calls if "linear" in n.name
+    ]
+    return [(part.meta["shape"][-1], weight.args[2:]) for part, weight in parts]
+
+
+@pytest.mark.parametrize("bias", [WIDE_BIAS, None], ids=["bias", "no-bias"])
+def test_a_product_of_a_cat_is_a_sum_of_products(bias):
+    plan = checked(lambda x: joined(x, b=bias), tokens)
+    assert plan.steps == ["aten.tanh", "linear", "add_linear_"]
+    assert products(plan) == [(8, (16, 8)), (16, (0, 16))]
+    three = steps_of(
+        lambda x: F.linear(torch.cat([x, x[..., 4:8], x], -1), WIDE.repeat(1, 2)[:4, :36]), tokens
+    )
+    assert three == ["linear", "add_linear_", "add_linear_"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: joined(x).exp() * torch.cat([torch.tanh(x), x[..., :8]], -1)[..., :8],
+        lambda x: F.linear(torch.cat([x, x * 2], 1), torch.ones(8, 16)),
+        lambda x: joined(x[:, :2]),
+        lambda x: joined(x[:, :0]),
+        lambda x: joined(x, torch.float16),
+        lambda x: joined(x, torch.float64),
+        lambda x: joined(x, w=WIDE.repeat(3, 1), b=None),
+        lambda x: F.linear(torch.cat([x, x[..., :2]], -1), torch.ones(1, 18)),
+        lambda x: F.linear(torch.cat([x[..., :2], x], -1).to(HALF), torch.ones(8, 18, dtype=HALF)),
+    ],
+)
+def test_other_products_stay_whole(call):
+    assert "add_linear_" not in steps_of(call, tokens)
+
+
+@pytest.mark.parametrize("cut", [64, 256])
+def test_a_block_with_a_sum_of_products_is_as_exact_as_stock(cut):
+    """The sum in bf16 is rounded twice. Stock rounds the product, then times the gate, then the result."""
+    torch.manual_seed(0)
+    x, w, b, gate = (torch.randn(s).to(HALF) for s in ((2, 64, 320), (32, 320), (32,), (2, 1, 32)))
+
+    def block(x):
+        weight, bias, factor = (w / 16).to(x.dtype), (b / 16).to(x.dtype), gate.to(x.dtype)
+        y = F.linear(torch.cat([torch.tanh(x[..., :cut]), x[..., cut:]], -1), weight, bias)
+        return y, x[..., :32] + factor * y
+
+    plan = Rewritten(block, x)
+    assert "add_linear_" in plan.steps
+    stock, exact = block(x), block(x.double())
+    own, own_sum = (torch.dist(y, e) for y, e in zip(plan(x), exact, strict=True))
+    stocks, stocks_sum = (torch.dist(y, e) for y, e in zip(stock, exact, strict=True))
+    assert own <= 2**0.5 * stocks  # the first rounding is of the smaller part
+    assert own_sum <= stocks_sum

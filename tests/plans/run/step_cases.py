@@ -579,7 +579,8 @@ CASES = {
             torch.view_as_complex(x.reshape(2, 3, 4, 3, 2).contiguous()) * torch.complex(a, b)
         ).flatten(-2),
     ),
-    "geglu": ((ROWS,), steps.geglu, lambda x: x[..., :6] * F.gelu(x[..., 6:])),
+    "gated-rows": ((ROWS, ROWS), partial(steps.gated, activation="silu"), lambda a, b: a * F.silu(b)),
+    "gated-images": ((IMAGE, IMAGE), partial(steps.gated, activation="gelu"), lambda a, b: a * F.gelu(b)),
 }
 WRITERS = ("write-slice", "write-select", "add-linear", "add-bias")
 PLACES = {

@@ -41,7 +41,8 @@ KERNELS = {
     "add-layer-norm": ["rows"],
     "ada-norm": ["ada_norm"],
     "rotate": ["rotate"],
-    "geglu": ["geglu"],
+    "gated-rows": ["gated"],
+    "gated-images": ["gated"],
 }
 
 
