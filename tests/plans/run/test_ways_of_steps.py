@@ -41,6 +41,8 @@ KERNELS = {
     "add-layer-norm": ["rows"],
     "ada-norm": ["ada_norm"],
     "rotate": ["rotate"],
+    "rotate-norm": ["rotate"],
+    "join-heads": ["rotate"] * 3,
     "geglu": ["geglu"],
 }
 
