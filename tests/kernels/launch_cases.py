@@ -238,6 +238,7 @@ def _modulated(shape, dtype):
         weight = torch.empty(64, dtype=dtype)
         rotate(heads, table, table, weight, out=torch.empty_like(heads))
         rotate(heads, table[..., ::2], table[..., 1::2], weight)
+        rotate(heads, table, None, weight)
         rotate(heads, None, None, weight)
         rotate(heads, None, None)
 

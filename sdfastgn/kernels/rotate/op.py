@@ -6,8 +6,10 @@ Formula, for x (A, B, C, D) and tables that broadcast to it, all operands fp32:
     y[2i] = z[2i] * cos[2i] - z[2i + 1] * sin[2i]
     y[2i + 1] = z[2i + 1] * cos[2i + 1] + z[2i] * sin[2i + 1]
 
-A table with D / 2 columns has one number for each pair. Without tables, y is z. y may be a part of a larger
-tensor. On a GPU the kernel of ``rotate/kernels.py`` runs. Everywhere else, and if gradients are wanted,
+A table with D / 2 columns has one number for each pair. Without sin, the table cos has both numbers of each
+pair in turns. Without tables, y is z. y may be a part of a larger tensor.
+
+On a GPU the kernel of ``rotate/kernels.py`` runs. Everywhere else, and if gradients are wanted,
 ``reference_rotate`` runs.
 
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021; Zhang and Sennrich,
@@ -72,8 +74,10 @@ def reference_rotate(
     if weight is not None:
         u = x.to(wide)
         x = (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) * weight.to(wide)).to(x.dtype)
-    if cos is None or sin is None:
+    if cos is None:
         return x.contiguous()
+    if sin is None:
+        cos, sin = cos[..., ::2], cos[..., 1::2]
     cos, sin = (t.to(wide).repeat_interleave(D // t.shape[-1], -1) for t in (cos, sin))
     u = x.to(wide)
     a, b = u.unflatten(-1, (D // 2, 2)).unbind(-1)
@@ -109,8 +113,9 @@ def rotate(
 
     Args:
         x: (A, B, C, D). For example (samples, tokens, heads, channels of a head).
-        cos, sin: (A or 1, B or 1, C or 1, D or D / 2), with even D. Both have the same last size. If both are
-            None, nothing is rotated.
+        cos, sin: (A or 1, B or 1, C or 1, D or D / 2), with even D. Both have the same last size. If sin is
+            None, cos has D columns: cosine and sine of each pair in turns. If both are None, nothing is
+            rotated.
         weight: (D,), the weight of the norm, or None for no norm.
         eps: a number that is added to the mean of the squares of a row. Without a weight it is not used.
         out: memory for the result instead of new memory, such as a part of a larger tensor. It has the shape
@@ -160,25 +165,31 @@ def _check_tables(name: str, call: RotateCall) -> None:
         raise ValueError(f"{name}: x must be (A, B, C, D), got shape {tuple(x.shape)}")
     if call.out is not None and isinstance(call.out, Tensor) and not _has_dense_rows(call.out):
         raise ValueError(f"{name}: the rows of out must be contiguous, got the strides {call.out.stride()}")
-    if (call.cos is None) != (call.sin is None):
-        raise ValueError(f"{name}: cos and sin must both be tensors or both be None")
-    if call.cos is None or call.sin is None:
+    tables = {"cos": call.cos, "sin": call.sin}
+    if call.sin is None:  # then cos may be None too, or has both numbers of each pair
+        del tables["sin"]
+    if call.cos is call.sin is None:
         return
     if x.shape[-1] % 2:
         raise ValueError(f"{name}: x must be (A, B, C, D) with even D, got shape {tuple(x.shape)}")
-    for label in ("cos", "sin"):
-        t = getattr(call, label)
-        check_input(name, label, t)
-        is_aligned = t.dim() == 4 and all(a in (1, b) for a, b in zip(t.shape[:3], x.shape, strict=False))
-        if not is_aligned or t.shape[-1] not in (x.shape[-1], x.shape[-1] // 2):
-            wanted = "(A or 1, B or 1, C or 1, D or D / 2)"
-            raise ValueError(
-                f"{name}: {label} must be {wanted} for x of shape {tuple(x.shape)}, got {tuple(t.shape)}"
-            )
-        check_device(name, label, t, x)
-    if call.cos.shape[-1] != call.sin.shape[-1]:
-        sizes = call.cos.shape[-1], call.sin.shape[-1]
+    for label, t in tables.items():
+        _check_table(name, label, t, x)
+    sizes = [t.shape[-1] for t in tables.values() if t is not None]
+    if call.sin is None and sizes[0] != x.shape[-1]:
+        raise ValueError(f"{name}: cos must have {x.shape[-1]} columns without sin, got {sizes[0]}")
+    if len(set(sizes)) > 1:
         raise ValueError(f"{name}: cos and sin must have the same last size, got {sizes[0]} and {sizes[1]}")
+
+
+def _check_table(name: str, label: str, t: Any, x: Tensor) -> None:
+    check_input(name, label, t)
+    is_aligned = t.dim() == 4 and all(a in (1, b) for a, b in zip(t.shape[:3], x.shape, strict=False))
+    if not is_aligned or t.shape[-1] not in (x.shape[-1], x.shape[-1] // 2):
+        wanted = "(A or 1, B or 1, C or 1, D or D / 2)"
+        raise ValueError(
+            f"{name}: {label} must be {wanted} for x of shape {tuple(x.shape)}, got {tuple(t.shape)}"
+        )
+    check_device(name, label, t, x)
 
 
 _check = checks_of(RotateCall, _check_tables)

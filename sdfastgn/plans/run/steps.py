@@ -618,7 +618,7 @@ def rotate(
     ``cos`` may be complex, with both numbers, and no ``sin``.
     """
     if cos is not None and sin is None:
-        cos, sin = torch.view_as_real(cos.resolve_conj()).unbind(-1)
+        cos = torch.view_as_real(cos.resolve_conj()).flatten(-2)
     return rotate_op.rotate(x, cos, sin, weight, eps, out)
 
 

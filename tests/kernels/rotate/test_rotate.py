@@ -155,6 +155,17 @@ def test_a_copy_without_norm_and_tables(device):
     assert rotate(x, None, None).data_ptr() != x.data_ptr()
 
 
+def test_one_table_with_both_numbers_of_each_pair(device):
+    for shape in ((2, 5, 3, 16), (1, 7, 2, 10)):
+        x, cos, sin = drawn(shape, device=device, columns=2)
+        for weight in (None, torch.randn(shape[-1], device=device)):
+            turns = torch.stack((cos, sin), -1).flatten(-2)
+            with kernels(direct=True):
+                found = rotate(x, turns, None, weight, 0.1)
+            assert error(found, truth(x, cos, sin, weight, 0.1)) < BOUNDS[x.dtype]
+            assert error(rotate(x, turns, None, weight, 0.1), found) < BOUNDS[x.dtype]
+
+
 def test_not_finite_values_stay_in_their_pair(device):
     x, cos, sin = drawn((1, 5, 3, 10), device=device)
     x[0, 2, 1, 4] = float("nan")
@@ -186,7 +197,8 @@ WRONG = [
     ((X, X, X[..., :4]), ValueError, "cos and sin must have the same last size, got 8 and 4"),
     ((X, 1.0, X), TypeError, "cos must be a torch.Tensor, got float"),
     ((X.int(), X, X), TypeError, "x must be a floating"),
-    ((X, X, None), ValueError, "cos and sin must both be tensors or both be None"),
+    ((X, X[..., :4], None), ValueError, "cos must have 8 columns without sin, got 4"),
+    ((X, None, X), TypeError, "cos must be a torch.Tensor, got NoneType"),
     ((X, X, X, X), ValueError, r"weight must have shape \(8,\), got \(2, 3, 1, 8\)"),
     ((X, X, X, X[0, 0, 0], "1"), TypeError, "eps must be"),
     ((X, X, X, None, 0.0, X[:1]), ValueError, r"out must have shape \(2, 3, 1, 8\), got \(1, 3, 1, 8\)"),
