@@ -961,6 +961,7 @@ HEAD_NORMS = """
 F.rms_norm({h}, ({D},), {w}, 1e-6)
 F.rms_norm({h}, ({D},), {w}, 0.1)
 F.rms_norm({h}, ({D},), {w}, 1e-6) + {w}
+F.rms_norm({h}, ({D},), {w}, 1e-6) * 2
 F.rms_norm({h}.flatten(2), ({E},), {v}, 1e-6).view({size})
 """
 

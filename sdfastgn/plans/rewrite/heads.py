@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from sdfastgn.kernels.rotate.op import fits
 from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, has_kernels, rank, shape
-from sdfastgn.plans.rewrite.norms import norm_over
+from sdfastgn.plans.rewrite.norms import LAST_OPS, norm_over
 from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
 
@@ -38,32 +38,55 @@ class _Part(NamedTuple):
 
 def heads(graph: fx.Graph) -> fx.Graph:
     """Goes forward, so that a rule finds what it has made of the nodes before."""
-    return apply(graph, _one_step, steps.rotate, steps.cat)
+    return apply(graph, _one_step, steps.rotate, steps.cat, *LAST_OPS)
 
 
 def _one_step(r: Rewriter, n: Node) -> Node | None:
-    return _rotated(r, n) if has(n, steps.rotate) else _joined(r, n)
+    rule = _rotated if has(n, steps.rotate) else _joined if has(n, steps.cat) else _normalized
+    return rule(r, n)
+
+
+def _normalized(r: Rewriter, n: Node) -> Node | None:
+    """A norm that attention reads -> a step that takes the rows from a larger product without a copy."""
+    found = _rms_norm(r, n) if rank(n) == 4 and _is_read_by_attention(n, steps.permute) else None
+    return None if found is None else _tokens_first(r, n, found)
 
 
 def _rotated(r: Rewriter, n: Node) -> Node | None:
     """rotate(norm(x)) -> one step. rotate(join_heads(parts)) -> each part is rotated in its place."""
     x, cos, sin = n.args
     found = _part(r, x)
-    if found.weight is not None and found.cos is None:
-        return r.like(steps.rotate, found._replace(cos=cos, sin=sin), n)
-    is_swapped = has(x, steps.permute) and x.args[1] == _SWAP
-    joined: Any = x.args[0] if is_swapped else x
-    parts = [_Part(*p) for p in joined.args[0]] if has(joined, steps.join_heads) else []
-    if not parts or any(p.cos is not None for p in parts):
-        return None
+    found = (_Part(x) if found.cos is not None else found)._replace(cos=cos, sin=sin)
+    return _tokens_first(r, n, found)
+
+
+def _tokens_first(r: Rewriter, n: Node, found: _Part) -> Node:
+    """``found``, whose value is n. If x is (B, H, S, D) by a view, it is computed as (B, S, H, D).
+
+    So the heads of a token lie side by side, and so do those in the result of attention.
+    """
+    is_swapped = has(found.x, steps.permute) and found.x.args[1] == _SWAP
     if is_swapped:
-        cos, sin = (None if t is None else r.permute(t, _SWAP) for t in (cos, sin))
+        x, cos, sin = (None if t is None else r.permute(t, _SWAP) for t in found[:3])
+        found = found._replace(x=x, cos=cos, sin=sin)
+    joined: Any = found.x
+    parts = [_Part(*p) for p in joined.args[0]] if has(joined, steps.join_heads) else []
+    if parts and found.weight is None and all(p.cos is None for p in parts):
+        y = _join(r, _each_rotated(r, parts, found.cos, found.sin), n, is_swapped)
+    else:
+        y = r.new(steps.rotate, found, shape(found.x), dtype(n))
+        y = r.permute(y, _SWAP) if is_swapped else y
+    return y
+
+
+def _each_rotated(r: Rewriter, parts: list[_Part], cos: Node | None, sin: Node | None) -> list[_Part]:
+    """The parts, each with its rows of the tables."""
     rotated, start = [], 0
     for p in parts:
         where = 1, start, shape(p.x)[1]
         rotated.append(p._replace(cos=_cut_table(r, cos, *where), sin=_cut_table(r, sin, *where)))
         start += shape(p.x)[1]
-    return _join(r, rotated, n, is_swapped)
+    return rotated
 
 
 def _joined(r: Rewriter, n: Node) -> Node | None:
@@ -72,7 +95,8 @@ def _joined(r: Rewriter, n: Node) -> Node | None:
     if rank(n) != 4 or dim not in (1, 2) or 0 in shape(n) or not has_kernels(n) or not fits(shape(n)[-1]):
         return None
     found = [_part(r, r.permute(p, _SWAP) if dim == 2 else p) for p in parts]
-    if not _is_for_attention(n) and all(p.weight is p.cos is None for p in found):
+    is_computed = any(p.weight is not None or p.cos is not None for p in found)
+    if not is_computed and not _is_read_by_attention(n, steps.permute, steps.rotate):
         return None
     return _join(r, found, n, dim == 2)
 
@@ -84,11 +108,10 @@ def _join(r: Rewriter, parts: list[_Part], n: Node, is_swapped: bool) -> Node:
     return r.permute(y, _SWAP) if is_swapped else y
 
 
-def _is_for_attention(n: Node) -> bool:
-    """True if attention reads ``n``, its rotation, or a permutation of them."""
+def _is_read_by_attention(n: Node, *through: Any) -> bool:
+    """True if attention reads ``n``, or what steps of the kinds ``through`` make of it."""
     return any(
-        has(u, steps.attention) or (has(u, steps.permute, steps.rotate) and _is_for_attention(u))
-        for u in n.users
+        has(u, steps.attention) or (has(u, *through) and _is_read_by_attention(u, *through)) for u in n.users
     )
 
 
@@ -105,8 +128,8 @@ def _part(r: Rewriter, n: Node) -> _Part:
 
 def _rms_norm(r: Rewriter, n: Node) -> _Part | None:
     """The RMS norm of rows that n is."""
-    D = shape(n)[-1] if n.meta.get("shape") else 0
-    found = norm_over(n, rank(n) - 1) if D and has_kernels(n) and fits(D) else None
+    D = shape(n)[-1] if rank(n) else 0
+    found = norm_over(n, rank(n) - 1) if has_kernels(n) and 0 not in shape(n) and fits(D) else None
     if found is None or found.weight is None or found.bias is not None:
         return None
     if found.eps or found.scale != math.sqrt(D):

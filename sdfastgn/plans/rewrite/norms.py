@@ -30,6 +30,7 @@ from sdfastgn.plans.run.schemas import arguments
 
 __all__ = [
     "ACTIVATIONS",
+    "LAST_OPS",
     "Norm",
     "activation",
     "activations",
@@ -82,7 +83,7 @@ def norms(graph: fx.Graph) -> fx.Graph:
     """Norms of the channels of images, videos or heads become ``steps.channel_norm``."""
     r = Rewriter(graph)
     for n in reversed(graph.nodes):  # the last op of a norm first: its weight and bias belong to it
-        if not has(n, *_LAST_OPS) or not n.users or rank(n) not in (4, 5):
+        if not has(n, *LAST_OPS) or not n.users or rank(n) not in (4, 5):
             continue
         r.at = n
         if has_kernels(n):
@@ -93,7 +94,8 @@ def norms(graph: fx.Graph) -> fx.Graph:
     return cleaned(graph)
 
 
-_LAST_OPS = (aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor, steps.cast, aten.rms_norm.default)
+# The last op of a norm calls one of these.
+LAST_OPS = (aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor, steps.cast, aten.rms_norm.default)
 
 
 def norm_over(n: Node, axis: int) -> Norm | None:

@@ -89,15 +89,23 @@ def test_norm_with_other_readers_is_computed_twice():
     assert plan(call, text, cos[:, :TEXT], sin[:, :TEXT]).steps == ["channel_norm", "rotate"]
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_heads_before_tokens(first):
-    """The norm is before or after tokens and heads change places."""
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda x, w: rms(x.transpose(*SWAP), w),
+        lambda x, w: rms(x, w).transpose(*SWAP),
+        lambda x, w: x.transpose(*SWAP),
+    ],
+)
+def test_heads_before_tokens(moved):
+    """The heads of a token lie side by side in the result, as where tokens are before heads."""
 
     def call(w, x, c, s):
-        y = rms(x.transpose(*SWAP), w[0]) if first else rms(x, w[0]).transpose(*SWAP)
-        return rotated(y, c.transpose(*SWAP), s.transpose(*SWAP))
+        return rotated(moved(x, w[0]), c.transpose(*SWAP), s.transpose(*SWAP))
 
-    assert plan(call, image, cos[:, :IMAGE], sin[:, :IMAGE]).steps == ["rotate"]
+    found = plan(call, image, torch.randn(1, IMAGE, H, D), sin[:, :IMAGE])
+    assert found.steps == ["rotate"]
+    assert found.only(steps.rotate).meta["shape"] == (B, IMAGE, H, D)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +130,19 @@ def test_other_norms_stay_steps_of_their_own(norm):
 def test_a_norm_after_the_rotation_is_another_value():
     found = plan(lambda w, x, c, s: rms(rotated(x, c, s), w[0]), image, cos[:, :IMAGE], sin[:, :IMAGE])
     assert found.steps == ["rotate", "channel_norm"]
+
+
+def test_norms_before_attention_take_strided_rows():
+    """In either order of tokens and heads, the heads of a token lie side by side in the result."""
+
+    def call(w, x):
+        q, k, v = x.unflatten(-1, (3, H, D)).unbind(2)
+        q, k, v = rms(q, w[0]).transpose(*SWAP), rms(k.transpose(*SWAP), w[1]), v.transpose(*SWAP)
+        return F.scaled_dot_product_attention(q, k, v)
+
+    found = plan(call, torch.randn(B, S, 3 * H * D))
+    assert found.steps == ["rotate", "rotate", "attention"]
+    assert all(n.meta["shape"] == (B, S, H, D) for n in found.all(steps.rotate))
 
 
 # ---- side by side
