@@ -12,11 +12,13 @@ from diffusers import (
 )
 from peft import LoraConfig
 from torch import nn
+from torch.utils import _pytree as pytree
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 import sdfastgn
 from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.install import gets_plans
+from sdfastgn.plans.run.bake import Baked
 from tests.kernels.samples import kernels
 from tests.plans.engine import plan_of
 from tests.plans.models import CALLS
@@ -79,10 +81,16 @@ def test_heads_of_joint_attention_take_one_pass(name, launches):
     call.run(model, **call.drawn(0))  # some models keep tables from their first call
     plan = plan_of(model, lambda **inputs: call.run(model, **inputs), **call.drawn(0))
     assert not any(s.target == "channel_norm" or (s.target == "cat" and len(s.shape) > 3) for s in plan.steps)
+    inputs = [t for t in pytree.tree_leaves(call.drawn(1)) if isinstance(t, torch.Tensor)]
+    baked = Baked(plan)
     with kernels(direct=True):
-        found = plan(kwargs=call.drawn(1))
-    assert max(map(relative, found, call.run(model, **call.drawn(1)))) <= TOLERANCE
+        found = baked.run([*inputs])
+        launches.clear()
+        again = baked.run([*inputs])
     assert [kernel for kernel, *_ in launches].count("rotate") == sum(JOINT[name])
+    assert max(map(relative, found, call.run(model, **call.drawn(1)))) <= TOLERANCE
+    assert baked.recorded == 1
+    assert all(map(torch.equal, found, again))
 
 
 def test_blocks_have_plans_where_the_model_reads_values():
