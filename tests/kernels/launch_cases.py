@@ -239,6 +239,12 @@ def _modulated(shape, dtype):
         table = torch.empty((1, shape[1], 1, 64))
         rotate(heads, table, table)
         rotate(heads, table[..., ::2], table[..., 1::2])
+        weight = torch.empty(64, dtype=dtype)
+        rotate(heads, table, table, weight, out=torch.empty_like(heads))
+        rotate(heads, table[..., ::2], table[..., 1::2], weight)
+        rotate(heads, table, None, weight)
+        rotate(heads, None, None, weight)
+        rotate(heads, None, None)
 
 
 def _few_rows(shape, dtype):

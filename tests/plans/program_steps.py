@@ -925,6 +925,66 @@ def rotated(p: Program, x: str) -> None:
 
 
 @step(TOKENS, 3)
+def joined_heads(p: Program, x: str) -> None:
+    """Heads of two kinds of tokens: their norms, rotations and concatenations, and attention."""
+    N, S, C = p.shape(x)
+    if C % 4:
+        return
+    y = p.tensor(N, p.choice(1, 3, S), C, kind="x")
+    heads = [p.let(f"{t}.unflatten(-1, (2, -1))") for t in p.choice((x, y), (y, x), (x, x))]
+    axis = p.choice(1, 2)  # of the tokens
+    if axis == 2:
+        heads = [p.let(f"{h}.transpose(1, 2)") for h in heads]
+    parts = [_head_norm(p, h) for h in heads]
+    when = p.choice("before", "after", "after", "the first one", "never")
+    if when == "before":
+        parts = [_turned_heads(p, part, axis) for part in parts]
+    elif when == "the first one":
+        parts[0] = _turned_heads(p, parts[0], axis)
+    if p.chance(0.1):
+        parts[0] = p.let(f"{parts[0]}.narrow({axis}, 0, 1)")
+    if p.chance(0.15):
+        p.add(parts[1])
+    joined = p.let(f"torch.cat([{', '.join(parts)}], {axis})")
+    q = _turned_heads(p, joined, axis) if when == "after" else joined
+    if p.chance(0.15):
+        p.add(joined)
+    v = p.let(f"torch.cat([{', '.join(heads)}], {axis})")
+    q, v = (t if axis == 2 else p.let(f"{t}.transpose(1, 2)") for t in (q, v))
+    if p.chance(0.6) and p.shape(q) == p.shape(v):
+        q = p.let(f"F.scaled_dot_product_attention({q}, {q}, {v})")
+    p.add(f"{q}.transpose(1, 2).flatten(2)")
+
+
+HEAD_NORMS = """
+{h}
+F.rms_norm({h}, ({D},), {w}, 1e-6)
+F.rms_norm({h}, ({D},), {w}, 0.1)
+F.rms_norm({h}, ({D},), {w}, 1e-6) + {w}
+F.rms_norm({h}, ({D},), {w}, 1e-6) * 2
+F.rms_norm({h}.flatten(2), ({E},), {v}, 1e-6).view({size})
+"""
+
+
+def _head_norm(p: Program, h: str) -> str:
+    size = p.shape(h)
+    D, E = size[-1], size[-1] * size[-2]
+    if p.chance(0.4):
+        return p.let(f"{p.let(roots(p, h, -1))} * {p.tensor(D)}")
+    return p.let(p.one_of(HEAD_NORMS, h=h, w=p.tensor(D), v=p.tensor(E), D=D, E=E, size=size))
+
+
+def _turned_heads(p: Program, h: str, axis: int) -> str:
+    """The heads with their pairs rotated: by one angle a token, or one for all."""
+    size = [1, 1, 1, p.shape(h)[-1]]
+    size[axis] = p.choice(1, p.shape(h)[axis], p.shape(h)[axis])
+    size[0] = p.choice(1, 1, p.shape(h)[0])
+    c, s = p.tensor(*size), p.tensor(*size)
+    pairs = p.let(f"{h}.unflatten(-1, (-1, 2))")
+    return p.let(f"{h} * {c} + torch.stack([-{pairs}[..., 1], {pairs}[..., 0]], -1).flatten(-2) * {s}")
+
+
+@step(TOKENS, 3)
 def modulated_tokens(p: Program, x: str) -> None:
     """A gated sum of tokens, its norm and the modulation of the norm; each of them may be missing."""
     N, S, C = p.shape(x)

@@ -12,11 +12,15 @@ from diffusers import (
 )
 from peft import LoraConfig
 from torch import nn
+from torch.utils import _pytree as pytree
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 import sdfastgn
 from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.install import gets_plans
+from sdfastgn.plans.run.bake import Baked
+from tests.kernels.samples import kernels
+from tests.plans.engine import plan_of
 from tests.plans.models import CALLS
 from tests.plans.programs import relative
 
@@ -63,6 +67,38 @@ def test_the_whole_model_is_one_plan(name):
     assert not any(isinstance(vars(part).get("forward"), PlannedForward) for part in model.modules())
     same = (call.run(each, **call.drawn(3)) for each in (model, stock))
     assert all(map(torch.equal, *same))
+
+
+# Name of a model -> launches for each of its attentions. Six parts of queries, keys and values are written
+# into their places. Where text and image are one tensor, two of queries and keys are, or their four parts.
+JOINT = {
+    "FluxTransformer2DModel": (6, 2),
+    "Flux2Transformer2DModel": (6, 2),
+    "ChromaTransformer2DModel": (6, 2),
+    "QwenImageTransformer2DModel": (6, 6),
+    "SD3Transformer2DModel": (6, 2, 6),
+    "HunyuanVideoTransformer3DModel": (6, 4),
+}
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_heads_of_joint_attention_take_one_pass(name, launches):
+    launches.runs = True
+    call = CALL[name]
+    model = call.model()
+    call.run(model, **call.drawn(0))  # some models keep tables from their first call
+    plan = plan_of(model, lambda **inputs: call.run(model, **inputs), **call.drawn(0))
+    assert not any(s.target == "channel_norm" or (s.target == "cat" and len(s.shape) > 3) for s in plan.steps)
+    inputs = [t for t in pytree.tree_leaves(call.drawn(1)) if isinstance(t, torch.Tensor)]
+    baked = Baked(plan)
+    with kernels(direct=True):
+        found = baked.run([*inputs])
+        launches.clear()
+        again = baked.run([*inputs])
+    assert [kernel for kernel, *_ in launches].count("rotate") == sum(JOINT[name])
+    assert max(map(relative, found, call.run(model, **call.drawn(1)))) <= TOLERANCE
+    assert baked.recorded == 1
+    assert all(map(torch.equal, found, again))
 
 
 def test_blocks_have_plans_where_the_model_reads_values():

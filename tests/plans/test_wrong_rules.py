@@ -314,6 +314,18 @@ WRONG = [
         "_part(first.args[0], 1) is x and _part(second, 0) is x",
         "True",
     ),
+    Wrong("each part of heads has the first rows of a table", "heads", "where = 1, start,", "where = 1, 0,"),
+    Wrong(
+        "heads are rotated once",
+        "heads",
+        "found.weight is None and all(p.cos is None for p in parts)",
+        "found.weight is None",
+    ),
+    Wrong("a norm of heads has any bias", "heads", " or found.bias is not None:", ":"),
+    Wrong("a norm of heads has any scale", "heads", "found.eps or found.scale != math.sqrt(D)", "found.eps"),
+    Wrong("rows may be cut", "heads", "n.args[1] != last if has(n, steps.cut)", "True if has(n, steps.cut)"),
+    Wrong("a norm is of rows of any length", "heads", "else shape(n)[-1:] == shape(below)[-1:]", "else True"),
+    Wrong("heads are joined along any axis", "heads", "or dim not in (1, 2)", ""),
     Wrong(
         "results share memory",
         "finish",

@@ -1,14 +1,19 @@
-"""Rotary embeddings: pairs of neighboring elements of each row are rotated by an angle.
+"""Rotary embeddings: pairs of neighboring elements of each row are rotated, after a norm of the row.
 
 Formula, for x (A, B, C, D) and tables that broadcast to it, all operands fp32:
 
-    y[2i] = x[2i] * cos[2i] - x[2i + 1] * sin[2i]
-    y[2i + 1] = x[2i + 1] * cos[2i + 1] + x[2i] * sin[2i + 1]
+    z = x / sqrt(mean(x^2) + eps) * weight        rounded to the dtype of x; without a weight, z is x
+    y[2i] = z[2i] * cos[2i] - z[2i + 1] * sin[2i]
+    y[2i + 1] = z[2i + 1] * cos[2i + 1] + z[2i] * sin[2i + 1]
 
-A table with D / 2 columns has one number for each pair. On a GPU the kernel of ``rotate/kernels.py`` runs.
-Everywhere else, and if gradients are wanted, ``reference_rotate`` runs.
+A table with D / 2 columns has one number for each pair. Without sin, the table cos has both numbers of each
+pair in turns. Without tables, y is z. y may be a part of a larger tensor.
 
-Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+On a GPU the kernel of ``rotate/kernels.py`` runs. Everywhere else, and if gradients are wanted,
+``reference_rotate`` runs.
+
+Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021; Zhang and Sennrich,
+"Root Mean Square Layer Normalization", 2019.
 """
 
 from __future__ import annotations
@@ -19,39 +24,60 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.kernels.common.checks import check_device, check_input
+from sdfastgn.kernels.common.checks import as_eps, check_device, check_input
 from sdfastgn.kernels.common.declaration import Operand, checks_of
 from sdfastgn.kernels.common.plan_cache import Plans
 from sdfastgn.kernels.common.sizes import MAX_OFFSET, next_power_of_2
 
-__all__ = ["RotateCall", "fits", "reference_rotate", "rotate"]
+__all__ = ["RotateCall", "fits", "fits_pairs", "reference_rotate", "rotate"]
 
 # Maximum length of a row, padded to a power of 2, that a program keeps in registers.
 _MAX_ROW = 8192
 
 
+def _has_dense_rows(t: Tensor) -> bool:
+    return t.dim() > 0 and (t.stride(-1) == 1 or t.shape[-1] == 1)
+
+
 def _with_dense_rows(t: Tensor, call: Any) -> Tensor:
     """``t``, or a contiguous copy if the elements of a row are not neighbors in memory."""
-    return t if t.stride(-1) == 1 else t.contiguous()
+    return t if _has_dense_rows(t) else t.contiguous()
 
 
 class RotateCall(NamedTuple):
     """The arguments of ``rotate``."""
 
     x: Annotated[Tensor, Operand("(A, B, C, D)", whole=_with_dense_rows)]
-    cos: Annotated[Tensor, Operand(whole=None)]
-    sin: Annotated[Tensor, Operand(whole=None)]
+    cos: Annotated[Tensor | None, Operand(whole=None)]
+    sin: Annotated[Tensor | None, Operand(whole=None)]
+    weight: Annotated[Tensor | None, Operand("(D,)")]
+    eps: float
+    out: Annotated[Tensor | None, Operand("(A, B, C, D)", whole=None, same_dtype=True)]
 
 
 def fits(D: int) -> bool:
+    """True if the kernel can normalize and copy rows of ``D`` elements."""
+    return D > 0 and next_power_of_2(D) <= _MAX_ROW
+
+
+def fits_pairs(D: int) -> bool:
     """True if the kernel can rotate rows of ``D`` elements."""
-    return D % 2 == 0 and D > 0 and next_power_of_2(D) <= _MAX_ROW
+    return D % 2 == 0 and fits(D)
 
 
-def reference_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def reference_rotate(
+    x: Tensor, cos: Tensor | None, sin: Tensor | None, weight: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
     """Computes ``rotate`` in plain PyTorch, in fp32 or fp64, for calls that the kernel cannot run."""
     wide = torch.promote_types(x.dtype, torch.float32)
     D = x.shape[-1]
+    if weight is not None:
+        u = x.to(wide)
+        x = (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) * weight.to(wide)).to(x.dtype)
+    if cos is None:
+        return x.contiguous()
+    if sin is None:
+        cos, sin = cos[..., ::2], cos[..., 1::2]
     cos, sin = (t.to(wide).repeat_interleave(D // t.shape[-1], -1) for t in (cos, sin))
     u = x.to(wide)
     a, b = u.unflatten(-1, (D // 2, 2)).unbind(-1)
@@ -75,23 +101,39 @@ _NAME = f"{__name__}.rotate"
 # --- public function ------------------------------------------------------------------------------
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates pairs of neighboring elements of each row of x.
+def rotate(
+    x: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rotates pairs of neighboring elements of each row of x, or of the RMS norm of each row.
 
     Args:
-        x: (A, B, C, D) with even D. For example (samples, tokens, heads, channels of a head).
-        cos, sin: (A or 1, B or 1, C or 1, D or D / 2). Both have the same last size.
+        x: (A, B, C, D). For example (samples, tokens, heads, channels of a head).
+        cos, sin: (A or 1, B or 1, C or 1, D or D / 2), with even D. Both have the same last size. If sin is
+            None, cos has D columns: cosine and sine of each pair in turns. If both are None, nothing is
+            rotated.
+        weight: (D,), the weight of the norm, or None for no norm.
+        eps: a number that is added to the mean of the squares of a row. Without a weight it is not used.
+        out: memory for the result instead of new memory, such as a part of a larger tensor. It has the shape
+            and dtype of x and contiguous rows, and shares no memory with the other arguments.
 
-    Shapes: the output has the shape of x.
-    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. The tables may have any of the four
-        dtypes. The output has the dtype of x.
-    Layout: any. x is copied first if its rows are not contiguous. The output is contiguous.
+    Shapes: the result has the shape of x. It is ``out``, or a new contiguous tensor.
+
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. Tables and weight may have any of the
+        four dtypes. The output has the dtype of x.
+    Layout: any. x is copied first if its rows are not contiguous.
     Grad: calls that want gradients, the transforms of torch.func and forward-mode AD run in plain PyTorch.
     Raises:
-        TypeError: a tensor is not strided or has another dtype.
-        ValueError: a shape or a device does not fit.
+        TypeError: a tensor is not strided or has another dtype, or eps is no number.
+        ValueError: a shape or a device does not fit, or the rows of ``out`` are not contiguous.
     """
-    call = RotateCall(x, cos, sin)
+    if type(eps) is not float:
+        eps = as_eps(_NAME, eps)
+    call = RotateCall(x, cos, sin, weight, eps, out)
     if dispatch.is_plain_inference(x, call):
         try:
             # Plans are made and cached only for valid arguments. So if a plan is found, the arguments are
@@ -111,26 +153,43 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             _check(_NAME, call)
             raise
     _check(_NAME, call)
-    return reference_rotate(x, cos, sin)
+    y = reference_rotate(*call[:5])
+    if out is not None:
+        return out.copy_(y)
+    return y.clone() if y is x else y
 
 
 def _check_tables(name: str, call: RotateCall) -> None:
     x = call.x
-    if x.dim() != 4 or x.shape[-1] % 2:
+    if x.dim() != 4:
+        raise ValueError(f"{name}: x must be (A, B, C, D), got shape {tuple(x.shape)}")
+    if call.out is not None and isinstance(call.out, Tensor) and not _has_dense_rows(call.out):
+        raise ValueError(f"{name}: the rows of out must be contiguous, got the strides {call.out.stride()}")
+    tables = {"cos": call.cos, "sin": call.sin}
+    if call.sin is None:  # then cos may be None too, or has both numbers of each pair
+        del tables["sin"]
+    if call.cos is call.sin is None:
+        return
+    if x.shape[-1] % 2:
         raise ValueError(f"{name}: x must be (A, B, C, D) with even D, got shape {tuple(x.shape)}")
-    for label in ("cos", "sin"):
-        t = getattr(call, label)
-        check_input(name, label, t)
-        is_aligned = t.dim() == 4 and all(a in (1, b) for a, b in zip(t.shape[:3], x.shape, strict=False))
-        if not is_aligned or t.shape[-1] not in (x.shape[-1], x.shape[-1] // 2):
-            wanted = "(A or 1, B or 1, C or 1, D or D / 2)"
-            raise ValueError(
-                f"{name}: {label} must be {wanted} for x of shape {tuple(x.shape)}, got {tuple(t.shape)}"
-            )
-        check_device(name, label, t, x)
-    if call.cos.shape[-1] != call.sin.shape[-1]:
-        sizes = call.cos.shape[-1], call.sin.shape[-1]
+    for label, t in tables.items():
+        _check_table(name, label, t, x)
+    sizes = [t.shape[-1] for t in tables.values() if t is not None]
+    if call.sin is None and sizes[0] != x.shape[-1]:
+        raise ValueError(f"{name}: cos must have {x.shape[-1]} columns without sin, got {sizes[0]}")
+    if len(set(sizes)) > 1:
         raise ValueError(f"{name}: cos and sin must have the same last size, got {sizes[0]} and {sizes[1]}")
+
+
+def _check_table(name: str, label: str, t: Any, x: Tensor) -> None:
+    check_input(name, label, t)
+    is_aligned = t.dim() == 4 and all(a in (1, b) for a, b in zip(t.shape[:3], x.shape, strict=False))
+    if not is_aligned or t.shape[-1] not in (x.shape[-1], x.shape[-1] // 2):
+        wanted = "(A or 1, B or 1, C or 1, D or D / 2)"
+        raise ValueError(
+            f"{name}: {label} must be {wanted} for x of shape {tuple(x.shape)}, got {tuple(t.shape)}"
+        )
+    check_device(name, label, t, x)
 
 
 _check = checks_of(RotateCall, _check_tables)

@@ -22,29 +22,36 @@ class RotatePlan:
     __slots__ = ("launch", "shape", "strides")
 
     def __init__(self, call: RotateCall) -> None:
-        x = call.x
+        x, out = call.x, call.out
         _, B, C, D = self.shape = tuple(x.shape)
         self.strides = (B * C * D, C * D, D, 1)
         rows = math.prod(self.shape[:3])
-        x_strides = _strides(x)[:3]
-        vector = vector_width(x.itemsize, D, *x_strides)
+        strides = {"x": _strides(x)[:3], "y": self.strides[:3] if out is None else _strides(out)[:3]}
+        tables = [t for t in (call.cos, call.sin) if t is not None]
+        of_tables = [_strides(t) for t in tables] + [(0, 0, 0, 1)] * (2 - len(tables))
+        strides |= {"cos": of_tables[0][:3], "sin": of_tables[1][:3]}
+        vector = vector_width(x.itemsize, D, *strides["x"], *strides["y"])
+        widest = max((t.itemsize for t in tables), default=x.itemsize)
+        table_vector = vector_width(widest, *strides["cos"], *strides["sin"])
+        units = {"x": vector, "y": vector, "cos": table_vector, "sin": table_vector}
         block_d = max(2, next_power_of_2(D))
         block_r = max(1, min(_ELEMENTS // block_d, next_power_of_2(rows)))
-        numbers = {f"x_{axis}": stride // vector for axis, stride in zip("abc", x_strides, strict=True)}
-        for name in ("cos", "sin"):
-            strides = _strides(getattr(call, name))
-            numbers |= {f"{name}_{axis}": stride for axis, stride in zip("abcd", strides, strict=True)}
         self.launch = Launch(
             kernels._rotate_kernel, ceil_div(rows, block_r), 4,
             pdl=gpu.has_programmatic_launch(x.device),
-            rows=rows, B=B, C=C, **numbers,
-            D=D, VECTOR=vector, PAIRED=call.cos.shape[-1] < D, BLOCK_R=block_r, BLOCK_D=block_d,
+            rows=rows, B=B, C=C, eps=call.eps,
+            **{f"{t}_{axis}": strides[t][i] // units[t] for t in units for i, axis in enumerate("abc")},
+            D=D, VECTOR=vector, TABLE_VECTOR=table_vector,
+            SHARED=D // tables[0].shape[-1] if tables else 1,
+            COS_STEP=of_tables[0][3], SIN_STEP=of_tables[1][3],
+            BLOCK_R=block_r, BLOCK_D=block_d,
         )  # fmt: skip
 
     def run(self, call: RotateCall) -> Tensor:
         """Launch the kernel, and return y."""
-        y = call.x.new_empty_strided(self.shape, self.strides)
-        self.launch.run(*call, y)
+        x, cos, sin, weight, _, out = call
+        y = x.new_empty_strided(self.shape, self.strides) if out is None else out
+        self.launch.run(x, cos, sin, weight, y)
         return y
 
 

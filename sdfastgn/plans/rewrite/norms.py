@@ -30,10 +30,13 @@ from sdfastgn.plans.run.schemas import arguments
 
 __all__ = [
     "ACTIVATIONS",
+    "LAST_OPS",
+    "Norm",
     "activation",
     "activations",
     "is_outside",
     "mean_square_norm",
+    "norm_over",
     "norms",
     "widened",
 ]
@@ -65,7 +68,7 @@ def widened(n: Any) -> Any:
 # ---- norms of channels
 
 
-class _Norm(NamedTuple):
+class Norm(NamedTuple):
     """``x / max(sqrt(sum of squares + added), eps) * scale * weight + bias``, over one axis."""
 
     x: Any
@@ -80,21 +83,23 @@ def norms(graph: fx.Graph) -> fx.Graph:
     """Norms of the channels of images, videos or heads become ``steps.channel_norm``."""
     r = Rewriter(graph)
     for n in reversed(graph.nodes):  # the last op of a norm first: its weight and bias belong to it
-        if not has(n, *_LAST_OPS) or not n.users or rank(n) not in (4, 5):
+        if not has(n, *LAST_OPS) or not n.users or rank(n) not in (4, 5):
             continue
         r.at = n
         if has_kernels(n):
-            found = next(filter(None, (_norm(n, axis) for axis in (1, rank(n) - 1))), None)
+            pairs = ((axis, norm_over(n, axis)) for axis in (1, rank(n) - 1))
+            axis, found = next((pair for pair in pairs if pair[1] is not None), (0, None))
             if found is not None:
-                r.replace(n, _channel_norm(r, n, *found))
+                r.replace(n, _channel_norm(r, n, found, axis))
     return cleaned(graph)
 
 
-_LAST_OPS = (aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor, steps.cast, aten.rms_norm.default)
+# The last op of a norm calls one of these.
+LAST_OPS = (aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor, steps.cast, aten.rms_norm.default)
 
 
-def _norm(n: Node, axis: int) -> tuple[_Norm, int] | None:
-    """The norm over ``axis`` whose result is ``n``, and the axis. None if ``n`` is no such norm."""
+def norm_over(n: Node, axis: int) -> Norm | None:
+    """The norm over ``axis`` whose result is ``n``. None if ``n`` is no such norm."""
     inner, affine = _affine(n, axis)
     found = next(filter(None, (spelling(inner, axis) for spelling in _NORMS)), None)
     if found is None or (found.weight is not None and affine.weight is not None):
@@ -103,10 +108,10 @@ def _norm(n: Node, axis: int) -> tuple[_Norm, int] | None:
     if x is None:
         return None
     weight = affine.weight if found.weight is None else found.weight
-    return _Norm(x, found.eps, found.added, found.scale * affine.scale, weight, affine.bias), axis
+    return Norm(x, found.eps, found.added, found.scale * affine.scale, weight, affine.bias)
 
 
-def _affine(n: Any, axis: int) -> tuple[Any, _Norm]:
+def _affine(n: Any, axis: int) -> tuple[Any, Norm]:
     """``n`` without bias, weight, scale and casts after a norm, and these. It begins at the last op."""
     weight = bias = None
     scale = 1.0
@@ -126,7 +131,7 @@ def _affine(n: Any, axis: int) -> tuple[Any, _Norm]:
         elif has(n, aten.mul.Tensor) and weight is None and (of := _parameter(n, axis)):
             n, weight = of
         else:
-            return n, _Norm(None, scale=scale, weight=weight, bias=bias)
+            return n, Norm(None, scale=scale, weight=weight, bias=bias)
 
 
 def _parameter(n: Node, axis: int) -> tuple[Node, Node] | None:
@@ -146,7 +151,7 @@ def is_outside(t: Any) -> bool:
     return t is None or t.op != "call_function"
 
 
-def _normalized(n: Any, axis: int) -> _Norm | None:
+def _normalized(n: Any, axis: int) -> Norm | None:
     """x / max(|x|, eps), as ``F.normalize`` writes it."""
     if not has(n, aten.div.Tensor) or not isinstance(n.args[1], Node) or n.kwargs:
         return None
@@ -156,10 +161,10 @@ def _normalized(n: Any, axis: int) -> _Norm | None:
         return None
     of, order, axes, keeps, _ = arguments(divisor.args[0])
     is_norm = of is x and order == 2 and _is_axis(axes, axis, x) and keeps
-    return _Norm(x, eps=float(divisor.args[1])) if is_norm else None
+    return Norm(x, eps=float(divisor.args[1])) if is_norm else None
 
 
-def _root_mean_square(n: Any, axis: int) -> _Norm | None:
+def _root_mean_square(n: Any, axis: int) -> Norm | None:
     found = mean_square_norm(n, axis)
     return None if found is None else _of_mean(*found, axis)
 
@@ -180,7 +185,7 @@ def mean_square_norm(n: Any, axis: int) -> tuple[Node, float] | None:
     return None
 
 
-def _whole(n: Any, axis: int) -> _Norm | None:
+def _whole(n: Any, axis: int) -> Norm | None:
     """``aten.rms_norm`` over the last axis."""
     if not has(n, aten.rms_norm.default) or axis != rank(n) - 1:
         return None
@@ -191,20 +196,20 @@ def _whole(n: Any, axis: int) -> _Norm | None:
     return _of_mean(x, eps, axis)._replace(weight=weight) if len(axes) == 1 else None
 
 
-_NORMS: tuple[Callable[[Any, int], _Norm | None], ...] = (_normalized, _root_mean_square, _whole)
+_NORMS: tuple[Callable[[Any, int], Norm | None], ...] = (_normalized, _root_mean_square, _whole)
 
 
-def _of_mean(x: Node, eps: float, axis: int) -> _Norm:
+def _of_mean(x: Node, eps: float, axis: int) -> Norm:
     """The norm that divides by sqrt(mean of squares + eps): sqrt(C) / sqrt(sum of squares + C eps)."""
     C = shape(x)[axis]
-    return _Norm(x, added=C * eps, scale=math.sqrt(C))
+    return Norm(x, added=C * eps, scale=math.sqrt(C))
 
 
 def _is_axis(axes: Any, axis: int, x: Node) -> bool:
     return axes is not None and [a % rank(x) for a in axes] == [axis]
 
 
-def _channel_norm(r: Rewriter, n: Node, norm: _Norm, axis: int) -> Node:
+def _channel_norm(r: Rewriter, n: Node, norm: Norm, axis: int) -> Node:
     """The step for ``norm``. Channels on the last axis become axis 1, before permutations of other axes."""
     C, last = shape(n)[axis], rank(n) - 1
     weight, bias = (None if t is None else r.reshape(t, (C,)) for t in (norm.weight, norm.bias))

@@ -12,6 +12,7 @@ from sdfastgn.plans.rewrite.biases import biases
 from sdfastgn.plans.rewrite.cells import cells
 from sdfastgn.plans.rewrite.convolutions import convolutions, relus
 from sdfastgn.plans.rewrite.finish import finish
+from sdfastgn.plans.rewrite.heads import heads
 from sdfastgn.plans.rewrite.modulations import modulations
 from sdfastgn.plans.rewrite.moves import moves
 from sdfastgn.plans.rewrite.norms import activations, norms
@@ -34,6 +35,7 @@ aten = torch.ops.aten
 PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     canonicalize,  # one spelling for each op
     rotations,  # of pairs of neighboring elements, in attention
+    heads,  # norms before rotations, and heads that are joined along the tokens
     ada_norms,  # norms of tokens with a modulation, and gated sums
     norms,  # norms of channels
     sink_views,  # views behind norms and pointwise ops, where the kernels take these

@@ -18,7 +18,7 @@ from torch import fx
 from torch.fx import Node
 
 from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
-from sdfastgn.kernels.rotate.op import fits
+from sdfastgn.kernels.rotate.op import fits_pairs
 from sdfastgn.plans.rewrite.ada_norms import uncast
 from sdfastgn.plans.rewrite.nodes import (
     Rewriter,
@@ -73,7 +73,7 @@ def _rotated(r: Rewriter, n: Node) -> Node | None:
         found, to = _turned(top), shape(top)
     else:
         found, to = _written(top), shape(top)
-    if found is None or len(to) not in (3, 4) or 0 in to or not fits(to[-1]):
+    if found is None or len(to) not in (3, 4) or 0 in to or not fits_pairs(to[-1]):
         return None
     x = _base(found.x)
     if dtype(x) != dtype(n):

@@ -28,6 +28,7 @@ _OF_ROWS = (
     steps.add_layer_norm,
     steps.ada_norm,
     steps.rotate,
+    steps.join_heads,
 )
 
 

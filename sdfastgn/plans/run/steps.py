@@ -605,11 +605,32 @@ def ada_norm(
     return ada_norm_op.ada_norm(x, branch, gate, inner, outer, factor, offset, **flags)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor | None) -> Tensor:
-    """Rotary embedding of rows of heads. ``cos`` may be complex, with both numbers, and no ``sin``."""
-    if sin is None:
-        cos, sin = torch.view_as_real(cos.resolve_conj()).unbind(-1)
-    return rotate_op.rotate(x, cos, sin)
+def rotate(
+    x: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """RMS norm and rotary embedding of rows of heads: see ``rotate``.
+
+    ``cos`` may be complex, with both numbers, and no ``sin``.
+    """
+    if cos is not None and sin is None:
+        cos = torch.view_as_real(cos.resolve_conj()).flatten(-2)
+    return rotate_op.rotate(x, cos, sin, weight, eps, out)
+
+
+def join_heads(parts: Sequence[Sequence[Any]]) -> Tensor:
+    """Heads (B, S, H, D) of several groups of tokens side by side. A part has the arguments of ``rotate``."""
+    B, _, H, D = parts[0][0].shape
+    y = parts[0][0].new_empty((B, sum(x.shape[1] for x, *_ in parts), H, D))
+    at = 0
+    for x, cos, sin, weight, eps in parts:
+        rotate(x, cos, sin, weight, eps, y.narrow(1, at, x.shape[1]))
+        at += x.shape[1]
+    return y
 
 
 def gated(value: Tensor, gate: Tensor, activation: str) -> Tensor:

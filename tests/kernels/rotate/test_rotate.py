@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sdfastgn.kernels.rotate.op import rotate
-from tests.kernels.samples import BOUNDS, DTYPES, PLACES, error, kernels
+from tests.kernels.samples import BOUNDS, DTYPES, HALVES, PLACES, error, kernels
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory", "without_gradients")]
 
@@ -19,8 +19,15 @@ def drawn(shape, dtype=torch.float32, device="cpu", columns=1, table=None):
     return x, *tables
 
 
-def truth(x, cos, sin):
-    x, cos, sin = x.double(), cos.double(), sin.double()
+def normed(x, weight, eps):
+    return x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps) * weight.double()
+
+
+def truth(x, cos, sin, weight=None, eps=0.0):
+    x = x.double() if weight is None else normed(x, weight, eps)
+    if cos is None:
+        return x
+    cos, sin = cos.double(), sin.double()
     times = x.shape[-1] // cos.shape[-1]
     cos, sin = (t.repeat_interleave(times, -1).expand(x.shape) for t in (cos, sin))
     y = torch.empty_like(x)
@@ -29,11 +36,12 @@ def truth(x, cos, sin):
     return y
 
 
-def check(x, cos, sin):
+def check(x, cos, sin, weight=None, eps=0.0, out=None, roundings=1):
     with kernels(direct=True):
-        y = rotate(x, cos, sin)
-    assert (y.shape, y.dtype, y.is_contiguous()) == (x.shape, x.dtype, True)
-    assert error(y, truth(x, cos, sin)) < BOUNDS[x.dtype]
+        y = rotate(x, cos, sin, weight, eps, out)
+    assert (y.shape, y.dtype, y.is_contiguous()) == (x.shape, x.dtype, out is None)
+    assert out is None or y is out
+    assert error(y, truth(x, cos, sin, weight, eps)) < roundings * BOUNDS[x.dtype]
     return y
 
 
@@ -72,6 +80,92 @@ def test_parts_of_larger_tensors(device):
     check(x, pairs[..., 0], pairs[..., 1])
 
 
+# ---- with a norm
+
+
+@pytest.mark.parametrize("shape", [*SHAPES[:5], (2, 3, 2, 63), (1, 2, 1, 1), (1, 1, 1, 8193)])
+def test_norm_of_every_shape(shape, device):
+    """Odd rows cannot be rotated. The longest ones have no kernel."""
+    if shape[-1] % 2:
+        x, tables = drawn((*shape[:3], 2 * shape[-1]), device=device)[0][..., ::2], (None, None)
+    else:
+        x, *tables = drawn(shape, device=device)
+    weight = torch.randn(shape[-1], device=device)
+    for cos, sin in (tables, (None, None)):
+        check(x, cos, sin, weight, 0.3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_in_every_dtype(dtype, device):
+    x, cos, sin = drawn((2, 5, 3, 16), dtype, device)
+    weight = torch.randn(16, device=device)
+    for each in (weight, weight.to(dtype)):
+        check(x, None, None, each, 1e-6)
+        check(x, cos, sin, each, 1e-6, roundings=3)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_norm_is_rounded_before_the_rotation(dtype, device):
+    """As in models that compute one after the other."""
+    x = torch.ones(1, 1, 1, 16, dtype=dtype, device=device)
+    weight, table = torch.ones(16, device=device), torch.full((1, 1, 1, 16), 1024.0, device=device)
+    weight[::2] += 2**-12
+    with kernels(direct=True):
+        assert (rotate(x, table, table, weight)[..., ::2] == 0).all()
+
+
+def test_norm_adds_eps_to_small_and_zero_rows(device):
+    x, cos, sin = drawn((2, 5, 3, 16), device=device)
+    x[0] *= 1e-4
+    x[1, 2] = 0
+    check(x, cos, sin, torch.randn(16, device=device), 1e-6)
+
+
+# ---- into a part of a larger tensor
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", [16, 10, 7])
+def test_into_a_slice_of_tokens(D, dtype, device):
+    whole = torch.full((2, 11, 3, D), 7.0, dtype=dtype, device=device)
+    x, cos, sin = drawn((2, 5, 3, 2 * (D // 2)), dtype, device)
+    x = torch.randn(2, 5, 3 * D, device=device).to(dtype).view(2, 5, 3, D) if D % 2 else x
+    weight = torch.randn(D, device=device)
+    calls = [(None, None), (None, None, weight, 1e-6)]
+    calls += [] if D % 2 else [(cos, sin), (cos, sin, weight, 1e-6)]
+    for call in calls:
+        y = check(x, *call, out=whole[:, 4:9], roundings=3)
+        assert torch.equal(whole[:, 4:9], y)
+        assert (whole[:, :4] == 7).all()
+        assert (whole[:, 9:] == 7).all()
+
+
+@pytest.mark.parametrize("place", [lambda t: t.transpose(1, 2), lambda t: t.flip(1)[:, ::2], lambda t: t[1:]])
+def test_into_every_layout_with_whole_rows(place, device):
+    x, cos, sin = drawn((2, 5, 3, 16), device=device)
+    wide = torch.empty(3, 9, 5, 20, device=device)
+    out = place(wide)[:2, :5, :3, 2:18]
+    check(x, cos, sin, torch.randn(16, device=device), 1e-6, out=out)
+
+
+def test_a_copy_without_norm_and_tables(device):
+    x, *_ = drawn((2, 5, 3, 15 + 1), device=device)
+    for each in (x, x[..., 1:], x.transpose(1, 2)):
+        assert torch.equal(check(each, None, None), each)
+    assert rotate(x, None, None).data_ptr() != x.data_ptr()
+
+
+def test_one_table_with_both_numbers_of_each_pair(device):
+    for shape in ((2, 5, 3, 16), (1, 7, 2, 10)):
+        x, cos, sin = drawn(shape, device=device, columns=2)
+        for weight in (None, torch.randn(shape[-1], device=device)):
+            turns = torch.stack((cos, sin), -1).flatten(-2)
+            with kernels(direct=True):
+                found = rotate(x, turns, None, weight, 0.1)
+            assert error(found, truth(x, cos, sin, weight, 0.1)) < BOUNDS[x.dtype]
+            assert error(rotate(x, turns, None, weight, 0.1), found) < BOUNDS[x.dtype]
+
+
 def test_not_finite_values_stay_in_their_pair(device):
     x, cos, sin = drawn((1, 5, 3, 10), device=device)
     x[0, 2, 1, 4] = float("nan")
@@ -103,6 +197,13 @@ WRONG = [
     ((X, X, X[..., :4]), ValueError, "cos and sin must have the same last size, got 8 and 4"),
     ((X, 1.0, X), TypeError, "cos must be a torch.Tensor, got float"),
     ((X.int(), X, X), TypeError, "x must be a floating"),
+    ((X, X[..., :4], None), ValueError, "cos must have 8 columns without sin, got 4"),
+    ((X, None, X), TypeError, "cos must be a torch.Tensor, got NoneType"),
+    ((X, X, X, X), ValueError, r"weight must have shape \(8,\), got \(2, 3, 1, 8\)"),
+    ((X, X, X, X[0, 0, 0], "1"), TypeError, "eps must be"),
+    ((X, X, X, None, 0.0, X[:1]), ValueError, r"out must have shape \(2, 3, 1, 8\), got \(1, 3, 1, 8\)"),
+    ((X, X, X, None, 0.0, X.half()), TypeError, "out must have the dtype torch.float32"),
+    ((X, X, X, None, 0.0, X.repeat(1, 1, 1, 2)[..., ::2]), ValueError, "rows of out must be contiguous"),
 ]
 
 

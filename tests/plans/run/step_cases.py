@@ -36,6 +36,10 @@ def plain_channel_norm(x, weight, bias, scale, eps, activation, added=0.0, shift
     return ACTIVATIONS[activation](y if bias is None else y + per_channel(bias, x))
 
 
+def turned(x, cos, sin):
+    return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+
+
 def plain_ada_norm(x, y, gate, weight, factor, offset):
     total = x + F.rms_norm(y, (12,), weight, 1e-5) * torch.tanh(gate)
     return total, F.layer_norm(total, (12,), weight, weight, 1e-5) * (1 + factor) + offset
@@ -570,7 +574,7 @@ CASES = {
     "rotate": (
         ((2, 3, 4, 6), (1, 3, 1, 6), (2, 1, 4, 6)),
         steps.rotate,
-        lambda x, c, s: x * c + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * s,
+        lambda x, c, s: turned(x, c, s),
     ),
     "rotate-complex": (
         ((2, 3, 4, 6), (1, 3, 1, 3), (1, 3, 1, 3)),
@@ -581,6 +585,25 @@ CASES = {
     ),
     "gated-rows": ((ROWS, ROWS), partial(steps.gated, activation="silu"), lambda a, b: a * F.silu(b)),
     "gated-images": ((IMAGE, IMAGE), partial(steps.gated, activation="gelu"), lambda a, b: a * F.gelu(b)),
+    "rotate-norm": (
+        ((2, 3, 4, 6), (1, 3, 1, 6), (2, 1, 4, 6), (6,)),
+        lambda x, c, s, w: steps.rotate(x, c, s, w, 1e-5),
+        lambda x, c, s, w: turned(F.rms_norm(x, (6,), w, 1e-5), c, s),
+    ),
+    "join-heads": (
+        ((2, 3, 4, 6), (2, 5, 4, 6), (2, 1, 4, 6), (1, 3, 1, 6), (1, 5, 1, 3), (6,)),
+        lambda x, y, z, c, h, w: steps.join_heads(
+            ((x, c, c, w, 1e-5), (y, torch.complex(h, h), None, None, 0.0), (z, None, None, w, 1e-5))
+        ),
+        lambda x, y, z, c, h, w: torch.cat(
+            (
+                turned(F.rms_norm(x, (6,), w, 1e-5), c, c),
+                turned(y, *[h.repeat_interleave(2, -1)] * 2),
+                F.rms_norm(z, (6,), w, 1e-5),
+            ),
+            1,
+        ),
+    ),
 }
 WRITERS = ("write-slice", "write-select", "add-linear", "add-bias")
 PLACES = {

@@ -43,6 +43,8 @@ KERNELS = {
     "rotate": ["rotate"],
     "gated-rows": ["gated"],
     "gated-images": ["gated"],
+    "rotate-norm": ["rotate"],
+    "join-heads": ["rotate"] * 3,
 }
 
 

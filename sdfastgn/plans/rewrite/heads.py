@@ -1,0 +1,172 @@
+"""Queries, keys and values of attention over two kinds of tokens, such as text and image.
+
+Models compute for heads (B, S, H, D): the RMS norm of each row, its rotation, and a concatenation with the
+heads of other tokens. The concatenation may come before the rotation. Values are only concatenated.
+
+``steps.rotate`` takes the norm, and ``steps.join_heads`` writes each part into its place.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from torch import fx
+from torch.fx import Node
+
+from sdfastgn.kernels.rotate.op import fits
+from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, has_kernels, rank, shape
+from sdfastgn.plans.rewrite.norms import LAST_OPS, norm_over
+from sdfastgn.plans.rewrite.rules import apply
+from sdfastgn.plans.run import steps
+
+__all__ = ["heads"]
+
+# Exchanges tokens and heads.
+_SWAP = (0, 2, 1, 3)
+
+
+class _Part(NamedTuple):
+    """The arguments of ``steps.rotate``. With the defaults it computes x itself."""
+
+    x: Node
+    cos: Node | None = None
+    sin: Node | None = None
+    weight: Node | None = None
+    eps: float = 0.0
+
+
+def heads(graph: fx.Graph) -> fx.Graph:
+    """Goes forward, so that a rule finds what it has made of the nodes before."""
+    return apply(graph, _one_step, steps.rotate, steps.cat, *LAST_OPS)
+
+
+def _one_step(r: Rewriter, n: Node) -> Node | None:
+    rule = _rotated if has(n, steps.rotate) else _joined if has(n, steps.cat) else _normalized
+    return rule(r, n)
+
+
+def _normalized(r: Rewriter, n: Node) -> Node | None:
+    """A norm that attention reads -> a step that takes the rows from a larger product without a copy."""
+    found = _rms_norm(r, n) if rank(n) == 4 and _is_read_by_attention(n, steps.permute) else None
+    return None if found is None else _tokens_first(r, n, found)
+
+
+def _rotated(r: Rewriter, n: Node) -> Node | None:
+    """rotate(norm(x)) -> one step. rotate(join_heads(parts)) -> each part is rotated in its place."""
+    x, cos, sin = n.args
+    found = _part(r, x)
+    found = (_Part(x) if found.cos is not None else found)._replace(cos=cos, sin=sin)
+    return _tokens_first(r, n, found)
+
+
+def _tokens_first(r: Rewriter, n: Node, found: _Part) -> Node:
+    """``found``, whose value is n. If x is (B, H, S, D) by a view, it is computed as (B, S, H, D).
+
+    So the heads of a token lie side by side, and so do those in the result of attention.
+    """
+    is_swapped = has(found.x, steps.permute) and found.x.args[1] == _SWAP
+    if is_swapped:
+        x, cos, sin = (None if t is None else r.permute(t, _SWAP) for t in found[:3])
+        found = found._replace(x=x, cos=cos, sin=sin)
+    joined: Any = found.x
+    parts = [_Part(*p) for p in joined.args[0]] if has(joined, steps.join_heads) else []
+    if parts and found.weight is None and all(p.cos is None for p in parts):
+        y = _join(r, _each_rotated(r, parts, found.cos, found.sin), n, is_swapped)
+    else:
+        y = r.new(steps.rotate, found, shape(found.x), dtype(n))
+        y = r.permute(y, _SWAP) if is_swapped else y
+    return y
+
+
+def _each_rotated(r: Rewriter, parts: list[_Part], cos: Node | None, sin: Node | None) -> list[_Part]:
+    """The parts, each with its rows of the tables."""
+    rotated, start = [], 0
+    for p in parts:
+        where = 1, start, shape(p.x)[1]
+        rotated.append(p._replace(cos=_cut_table(r, cos, *where), sin=_cut_table(r, sin, *where)))
+        start += shape(p.x)[1]
+    return rotated
+
+
+def _joined(r: Rewriter, n: Node) -> Node | None:
+    """A cat of heads along the tokens -> ``join_heads``, if a part is computed, or attention reads it."""
+    parts, dim = n.args
+    if rank(n) != 4 or dim not in (1, 2) or 0 in shape(n) or not has_kernels(n) or not fits(shape(n)[-1]):
+        return None
+    found = [_part(r, r.permute(p, _SWAP) if dim == 2 else p) for p in parts]
+    is_computed = any(p.weight is not None or p.cos is not None for p in found)
+    if not is_computed and not _is_read_by_attention(n, steps.permute, steps.rotate):
+        return None
+    return _join(r, found, n, dim == 2)
+
+
+def _join(r: Rewriter, parts: list[_Part], n: Node, is_swapped: bool) -> Node:
+    """The parts (B, S, H, D) side by side, as the value ``n``, which may be (B, H, S, D)."""
+    B, S, H, D = (shape(n)[i] for i in _SWAP) if is_swapped else shape(n)
+    y = r.new(steps.join_heads, (tuple(map(tuple, parts)),), (B, S, H, D), dtype(n))
+    return r.permute(y, _SWAP) if is_swapped else y
+
+
+def _is_read_by_attention(n: Node, *through: Any) -> bool:
+    """True if attention reads ``n``, or what steps of the kinds ``through`` make of it."""
+    return any(
+        has(u, steps.attention) or (has(u, *through) and _is_read_by_attention(u, *through)) for u in n.users
+    )
+
+
+def _part(r: Rewriter, n: Node) -> _Part:
+    """What ``steps.rotate`` has to compute for the value ``n``: a view of a rotation or norm, or n itself."""
+    source, views = _rows(n)
+    if has(source, steps.rotate) and not any(has(v, steps.reshape) for v in views):
+        found = _Part(*source.args)
+        tables = [None if t is None else _same_views(r, views, t, is_table=True) for t in found[1:3]]
+        return found._replace(x=_same_views(r, views, found.x), cos=tables[0], sin=tables[1])
+    norm = _rms_norm(r, source)
+    return _Part(n) if norm is None else norm._replace(x=_same_views(r, views, norm.x))
+
+
+def _rms_norm(r: Rewriter, n: Node) -> _Part | None:
+    """The RMS norm of rows that n is."""
+    D = shape(n)[-1] if rank(n) else 0
+    found = norm_over(n, rank(n) - 1) if has_kernels(n) and 0 not in shape(n) and fits(D) else None
+    if found is None or found.weight is None or found.bias is not None:
+        return None
+    if found.eps or found.scale != math.sqrt(D):
+        return None
+    return _Part(found.x, weight=r.reshape(found.weight, (D,)), eps=found.added / D)
+
+
+def _rows(n: Any) -> tuple[Any, list[Node]]:
+    """The value whose rows along the last axis are the rows of n, and the views between, the first first."""
+    views: list[Node] = []
+    while has(n, steps.permute, steps.cut, steps.reshape):
+        below, last = n.args[0], rank(n) - 1
+        while has(n, steps.reshape) and has(below, steps.reshape):
+            below = below.args[0]
+        if has(n, steps.permute):
+            keeps_rows = n.args[1][-1] == last
+        else:
+            keeps_rows = n.args[1] != last if has(n, steps.cut) else shape(n)[-1:] == shape(below)[-1:]
+        if not keeps_rows:
+            break
+        if not has(n, steps.reshape) or shape(n) != shape(below):
+            views.insert(0, n)
+        n = below
+    return n, views
+
+
+def _same_views(r: Rewriter, views: list[Node], x: Node, is_table: bool = False) -> Node:
+    """The ``views`` of another value, x, of the same shape. A table may have one element along an axis."""
+    for v in views:
+        if has(v, steps.permute):
+            x = r.permute(x, v.args[1])
+        elif has(v, steps.reshape):
+            x = r.reshape(x, shape(v))
+        else:
+            x = _cut_table(r, x, *v.args[1:]) if is_table else r.cut(x, *v.args[1:])
+    return x
+
+
+def _cut_table(r: Rewriter, t: Node | None, dim: int, start: int, length: int) -> Node | None:
+    return t if t is None or shape(t)[dim] == 1 else r.cut(t, dim, start, length)
