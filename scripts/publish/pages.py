@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from scripts.publish import plots
+from scripts.publish.networks import TRANSFORMERS
 from scripts.publish.steps import ROOT, SUMMARY, origin
 from scripts.publish.tables.adapters import adapters_markdown
 from scripts.publish.tables.comfyui import (
@@ -39,7 +40,7 @@ from scripts.publish.tables.fp8 import (
 from scripts.publish.tables.kernels import inference_markdown, suite_markdown
 from scripts.publish.tables.memory import memory_markdown
 from scripts.publish.tables.offloading import offloading_markdown
-from scripts.publish.tables.plans import plans_markdown
+from scripts.publish.tables.plans import plans_markdown, transformers_markdown
 from scripts.publish.tables.profile import profile_markdown
 from scripts.publish.tables.real_sizes import real_sizes_markdown, video_markdown
 from scripts.publish.tables.serving import serving_load_markdown
@@ -74,6 +75,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "video": video_markdown,
     "compiled_videos": compiled_videos_markdown,
     "plans": plans_markdown,
+    "transformers": functools.partial(
+        transformers_markdown, names=[case.name for case in TRANSFORMERS if case.is_long]
+    ),
     "adapters": adapters_markdown,
     "tiled_decode": tiled_decode_markdown,
     "memory": memory_markdown,
