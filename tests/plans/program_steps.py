@@ -936,17 +936,22 @@ def joined_heads(p: Program, x: str) -> None:
     if axis == 2:
         heads = [p.let(f"{h}.transpose(1, 2)") for h in heads]
     parts = [_head_norm(p, h) for h in heads]
-    when = p.choice("before", "after", "after", "the first one", "never")
-    if when == "before":
+    when = p.choice("before", "after", "after", "both", "the first one", "never")
+    if when in ("before", "both"):
         parts = [_turned_heads(p, part, axis) for part in parts]
     elif when == "the first one":
         parts[0] = _turned_heads(p, parts[0], axis)
     if p.chance(0.1):
         parts[0] = p.let(f"{parts[0]}.narrow({axis}, 0, 1)")
+    if p.chance(0.2) and C % 8 == 0:
+        other_rows = p.choice(f"narrow(3, 0, {C // 4})", "unflatten(3, (2, -1)).flatten(2, 3)")
+        parts = [p.let(f"{part}.{other_rows}") for part in parts]
     if p.chance(0.15):
         p.add(parts[1])
-    joined = p.let(f"torch.cat([{', '.join(parts)}], {axis})")
-    q = _turned_heads(p, joined, axis) if when == "after" else joined
+    can_be_any = p.shape(parts[0]) == p.shape(parts[1])
+    along = p.choice(0, 1, 2, 3) if can_be_any and p.chance(0.4) else axis
+    joined = p.let(f"torch.cat([{', '.join(parts)}], {along})")
+    q = _turned_heads(p, joined, axis) if when in ("after", "both") else joined
     if p.chance(0.15):
         p.add(joined)
     v = p.let(f"torch.cat([{', '.join(heads)}], {axis})")

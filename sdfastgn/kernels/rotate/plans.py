@@ -26,24 +26,31 @@ class RotatePlan:
         _, B, C, D = self.shape = tuple(x.shape)
         self.strides = (B * C * D, C * D, D, 1)
         rows = math.prod(self.shape[:3])
-        strides = {"x": _strides(x)[:3], "y": self.strides[:3] if out is None else _strides(out)[:3]}
         tables = [t for t in (call.cos, call.sin) if t is not None]
-        of_tables = [_strides(t) for t in tables] + [(0, 0, 0, 1)] * (2 - len(tables))
-        strides |= {"cos": of_tables[0][:3], "sin": of_tables[1][:3]}
-        vector = vector_width(x.itemsize, D, *strides["x"], *strides["y"])
+        steps = [_strides(t) for t in tables] + [(0, 0, 0, 1)] * (2 - len(tables))
+        strides = {"x": _strides(x), "y": self.strides if out is None else _strides(out)}
+        strides |= {"cos": steps[0], "sin": steps[1]}
+        # The kernel's axes. Rows of x that share a row of the tables follow each other, so that memory is
+        # read once: the heads of a token, or if it has one head, the samples.
+        order = (1, 2, 0) if tables and C == 1 and all(len(t) == 1 for t in tables) else (0, 1, 2)
+        vector = vector_width(x.itemsize, D, *strides["x"][:3], *strides["y"][:3])
         widest = max((t.itemsize for t in tables), default=x.itemsize)
-        table_vector = vector_width(widest, *strides["cos"], *strides["sin"])
+        table_vector = vector_width(widest, *steps[0][:3], *steps[1][:3])
         units = {"x": vector, "y": vector, "cos": table_vector, "sin": table_vector}
+        numbers = {
+            f"{name}_{axis}": strides[name][i] // unit
+            for name, unit in units.items()
+            for i, axis in zip(order, "abc", strict=True)
+        }
         block_d = max(2, next_power_of_2(D))
         block_r = max(1, min(_ELEMENTS // block_d, next_power_of_2(rows)))
         self.launch = Launch(
             kernels._rotate_kernel, ceil_div(rows, block_r), 4,
             pdl=gpu.has_programmatic_launch(x.device),
-            rows=rows, B=B, C=C, eps=call.eps,
-            **{f"{t}_{axis}": strides[t][i] // units[t] for t in units for i, axis in enumerate("abc")},
+            rows=rows, B=self.shape[order[1]], C=self.shape[order[2]], eps=call.eps,
+            **numbers,
             D=D, VECTOR=vector, TABLE_VECTOR=table_vector,
-            SHARED=D // tables[0].shape[-1] if tables else 1,
-            COS_STEP=of_tables[0][3], SIN_STEP=of_tables[1][3],
+            SHARED=D // tables[0].shape[-1] if tables else 1, COS_STEP=steps[0][3], SIN_STEP=steps[1][3],
             BLOCK_R=block_r, BLOCK_D=block_d,
         )  # fmt: skip
 

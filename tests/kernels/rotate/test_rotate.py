@@ -121,6 +121,19 @@ def test_norm_adds_eps_to_small_and_zero_rows(device):
     check(x, cos, sin, torch.randn(16, device=device), 1e-6)
 
 
+@pytest.mark.parametrize(("heads", "together"), [(3, 3), (1, 2)])
+def test_rows_that_share_a_row_of_the_tables_follow_each_other(heads, together, launches):
+    x, cos, sin = drawn((2, 5, heads, 16))
+    with kernels(direct=True):
+        rotate(x, cos, sin)
+    ((_, launch, tensors),) = launches
+    n = dict(zip(launch.kernel.arg_names[len(tensors) :], launch.numbers, strict=False))
+    rows = [(r // n["C"] // n["B"], r // n["C"] % n["B"], r % n["C"]) for r in range(n["rows"])]
+    places = [sum(i * n[f"cos_{axis}"] for i, axis in zip(row, "abc", strict=True)) for row in rows]
+    assert places[:together] == [0] * together
+    assert places[together] > 0
+
+
 # ---- into a part of a larger tensor
 
 
