@@ -487,6 +487,16 @@ def frozen() -> Iterator[None]:
         only_reads.reset(tokens[1])
 
 
+def is_frozen() -> bool:
+    """True inside of ``frozen``."""
+    return _is_frozen.get()
+
+
+def factor_now() -> float:
+    """The factor of the innermost ``scaled``; 1.0 outside of it."""
+    return _factor.get()
+
+
 @contextmanager
 def scaled(factor: float) -> Iterator[None]:
     """A context in which all scales from which merged weights are computed are multiplied by ``factor``."""

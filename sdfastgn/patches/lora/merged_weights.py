@@ -54,6 +54,8 @@ class Record:
         touches: a number that grows with each event after which a ``Survey`` (``adapter_survey.py``) must
             check the wrapper again: the merged weights were written or freed, or other code may have changed
             a tensor from which they are computed.
+        written: (handle of the stream that wrote the weights last, event after this write).
+        readers: objects that keep the weights' memory alive until their method ``release`` is called.
     """
 
     def __init__(self, source: Source) -> None:
@@ -61,10 +63,11 @@ class Record:
         self.device = source.weight.device
         self.key: tuple[Any, ...] | None = None
         self.touches = 0
+        self.readers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.tensors: Sequence[Tensor] = ()
         self._storages: Sequence[StorageWeakRef] = ()
         self._places: tuple[Any, ...] = ()
-        self._written: tuple[int, torch.cuda.Event | None] = (0, None)
+        self.written: tuple[int, torch.cuda.Event | None] = (0, None)
 
     def fits(self, source: Source) -> bool:
         """True if the stand-in ``layer`` can hold the merged weights of ``source``.
@@ -109,7 +112,7 @@ class Record:
             self._places = key[:2]
             self.tensors = tensors  # keeps the tensors alive, so that no other tensor gets their ids
             self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
-        self._written = written
+        self.written = written
         self.key = key
 
     def note_prepared(
@@ -124,7 +127,7 @@ class Record:
                 returns False.
             written: the same as for ``note``.
         """
-        self._places, self._written = key[:2], written
+        self._places, self.written = key[:2], written
         self.tensors, self._storages = kept
         self.key = key
 
@@ -146,7 +149,7 @@ class Record:
         The next write then waits for this stream.
         """
         read_on(self.device)
-        wait_for(self._written, self.device)
+        wait_for(self.written, self.device)
 
     def free(self) -> None:
         """Free the memory of the stand-in's weight and bias.
@@ -158,6 +161,8 @@ class Record:
         self.tensors = ()
         for parameter in self.layer.parameters():
             parameter.data = parameter.data.new_empty(0)
+        for reader in list(self.readers):
+            reader.release()
 
 
 def _stand_in(source: Source) -> Any:
