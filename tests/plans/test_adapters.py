@@ -337,6 +337,23 @@ def test_names_of_adapters_for_each_sample_among_the_arguments_of_a_layer():
     assert "a layer with an adapter runs its own code" in planned(model).own
 
 
+def test_a_move_frees_merged_weights_and_keeps_the_plan():
+    model, stock = blocks(Block(), Block())
+    x = torch.randn(2, 8, 4, 4)
+    assert follows(model, stock, run=lambda m: m(x))[1] == 2
+    memory = StorageWeakRef(records[model[0].conv].layer.weight.untyped_storage())
+    model.to(torch.float64)
+    assert memory.expired()
+    assert not sdfastgn.report(model).merged
+    model(x.double())  # runs peft's code
+    model.to(torch.float32)
+    for scale in (1.0, 0.5):
+        for each in (model, stock):
+            each[0].conv.set_scale("default", scale)
+        assert follows(model, stock, run=lambda m: m(x))[1] == 2
+    assert planned(model).traces == 1
+
+
 class Drawing(Block):
     def forward(self, x):
         return super().forward(x) + torch.rand(x.shape, device=x.device)

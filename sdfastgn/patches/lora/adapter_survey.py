@@ -24,7 +24,7 @@ from sdfastgn.patches.lora.adapter_sources import (
 )
 from sdfastgn.patches.lora.contents import Contents
 from sdfastgn.patches.lora.merged_adapters import PEFT, adopt, runs_merged, unfuse
-from sdfastgn.patches.lora.merged_weights import Record, read_on, records, write_prepared
+from sdfastgn.patches.lora.merged_weights import Record, is_record_of, read_on, records, write_prepared
 from sdfastgn.patches.lora.prepared_adapters import PreparedLayer
 
 # Indices of the addresses of tensors and of merged weights in the list that ``_objects_now`` returns.
@@ -325,7 +325,7 @@ class Survey:
         for layer, own, record, source, prepared in zip(
             self.layers, self._owns, self._records, self._sources, self._prepared, strict=True
         ):
-            if not (records.get(layer) is record and record.fits(source)):
+            if not is_record_of(layer, record, source):
                 self.reason = "a layer with an adapter has other memory or settings"
                 return False
             prepared.update(source, active_adapters(own), storages)
