@@ -1,4 +1,4 @@
-"""Layers with adapters in plans: each is traced as the plain layer with merged weights that runs instead.
+"""Layers with adapters in plans: each is traced as the plain layer with merged weights that replaces it.
 
 Merged weights (``patches/lora``) have memory of their own, which a plan reads like that of parameters. Before
 a plan runs, a ``Survey`` writes new weights into this memory if adapters or scales have changed. While the
@@ -43,7 +43,7 @@ class Adapters:
     Attributes:
         survey: compares the layers that run merged.
         reason: why calls of the module can have no plans; None if they can.
-        layers: each plain layer with merged weights -> the layer of the model instead of which it runs.
+        layers: each plain layer with merged weights -> the layer of the model that it replaces.
     """
 
     def __init__(self, module: nn.Module, has_replaced: bool = False) -> None:

@@ -289,7 +289,7 @@ def test_packed_merged_weights_get_new_scales(monkeypatch):
 
 
 def test_a_capture_reads_what_its_graph_has_written():
-    """The graph of a model has a survey of its own, which writes the merged weights before the capture."""
+    """Before a capture the survey of the graph writes the merged weights, and not that of the plan."""
     model, stock = twins(add=add_two)
     follows(model, stock)
     graphs = Survey(model)

@@ -80,7 +80,7 @@ class Survey:
 
     @property
     def stand_ins(self) -> dict[nn.Module, nn.Module]:
-        """Each plain layer with merged weights -> the layer inside the wrapper instead of which it runs."""
+        """Each plain layer with merged weights -> the layer inside the wrapper, which it replaces."""
         bases = (layer._modules["base_layer"] for layer in self.layers)
         return {record.layer: base for record, base in zip(self._records, bases, strict=True)}  # type: ignore[misc]
 

@@ -337,7 +337,7 @@ def new_record(layer: nn.Module, source: Source) -> Record:
 
 
 def is_record_of(layer: nn.Module, record: Record, source: Source) -> bool:
-    """True if ``record`` is that of ``layer`` and fits ``source``. After a move it gets memory again."""
+    """True if ``layer`` has this ``record``, and it fits ``source``. After a move it gets memory again."""
     if layer not in records and _moved.get(layer) is record:
         with changing:
             if layer not in records:
