@@ -259,6 +259,12 @@ class PlannedForward(MethodEntry):
         with self._lock:
             self._by_state.clear()
 
+    def moved(self) -> None:
+        """Let go of the model's former memory. The plans stay."""
+        for plans in list(self._by_state.values()):
+            for made in list(plans.made.values()):
+                made.baked.release()
+
     def _find(self, module: nn.Module, args: Any, kwargs: Any) -> _Found:
         """The plan of a call, after a trace if there was none.
 
