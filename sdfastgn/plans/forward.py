@@ -5,6 +5,7 @@ A call takes these steps:
 1. ``arguments.py`` makes a key of the arguments. Calls with equal keys can share a plan.
 2. If there is a plan for the key, it runs. While the GPU computes, ``guard.py`` compares the model with what
    it was in the trace. If it has changed, the result is dropped, and so are the plans.
+   Before that, merged weights of adapters are brought up to date (``adapters.py``).
 3. If there is none, the call is traced, and the plan is made and runs. ``outcome.py`` keeps what the call
    returns besides tensors. ``state.py`` has the attributes of modules in which a call keeps tensors.
 4. Every other call runs the model's own code. The reason is counted, and the report shows it. If the reason
@@ -19,7 +20,7 @@ import math
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -29,11 +30,13 @@ from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.garbage import without_collections
 from sdfastgn.patches.code.states import MAX_STATES, States, running
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
+from sdfastgn.patches.graphs.lora_scale import LoraScale
 from sdfastgn.patches.graphs.models import numbers_of, reason_without_graphs, switched
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.patches.layout import channels_last
-from sdfastgn.patches.lora.merged_adapters import is_wrapper
+from sdfastgn.patches.lora.merged_adapters import factor_now, frozen, scaled
 from sdfastgn.patches.swap.class_forward import MethodEntry, class_forward
+from sdfastgn.plans.adapters import Adapters, Unmerged
 from sdfastgn.plans.disk.saved import Saved
 from sdfastgn.plans.guard import Guard
 from sdfastgn.plans.inside import plan_inside
@@ -76,17 +79,20 @@ class _Made:
 
 
 class _Plans:
-    """The plans of one module in one state of its code, by kind of call. ``state``: what is kept in modules.
+    """The plans of one module in one state of its code, by kind of call.
 
     Attributes:
+        guard: compares the module.
+        state: what is kept in modules.
+        adapters: the layers with adapters.
         refused: kind of call -> why it has no plan, for each of the traces that failed.
         seen: number of calls, with or without a plan.
         calls: number of calls that plans have run.
         new_kinds: how often a trace was wanted since a plan was last used again.
     """
 
-    def __init__(self, guard: Guard, state: State) -> None:
-        self.guard, self.state = guard, state
+    def __init__(self, guard: Guard, state: State, adapters: Adapters) -> None:
+        self.guard, self.state, self.adapters = guard, state, adapters
         self.is_planned_inside = False
         self.made: dict[Any, _Made] = {}  # oldest first
         self.refused: defaultdict[Any, list[str]] = defaultdict(list)
@@ -122,6 +128,24 @@ class _Plans:
         if len(self.made) >= MAX_PLANS:
             del self.made[min(self.made, key=lambda kind: self.made[kind].last_use)]
         self.made[key] = made
+
+
+class _Found(NamedTuple):
+    """A call of a module, and its plan.
+
+    Attributes:
+        call: the arguments.
+        kwargs: the named arguments, with the state of modules and without the scale of adapters.
+        scale: the scale of adapters.
+        factor: the number by which the scales of all adapters are multiplied.
+    """
+
+    plans: _Plans
+    made: _Made
+    call: Call
+    kwargs: dict[str, Any]
+    scale: LoraScale
+    factor: float
 
 
 class PlannedForward(MethodEntry):
@@ -203,18 +227,20 @@ class PlannedForward(MethodEntry):
             return self._compiled(module, *args, **kwargs)
         if is_tracing():
             return getattr(type(module), self.method)(module, *args, **kwargs)
-        call = None
+        found = None
         try:
             for _ in range(MAX_STATES):
-                call, plans, made, given = self._find(module, args, kwargs)
-                results = self._run(plans, made, call, args, given)
+                found = self._find(module, args, kwargs)
+                results = self._run(found, args)
                 if results is not None:
+                    plans, made, call, given, scale, _ = found
                     if _is_capturing(call.device) and not any(made is each for each in self._captured):
                         self._captured.append(made)
                     self.calls += 1
                     plans.calls += 1
                     result = made.outcome.deliver(results, args, given, call.tensors)
                     plans.state.store(given.get(STATE, {}))
+                    scale.end(module)
                     return result
             reason = "other code is replaced while it runs"
         except (Unsupported, Untraceable) as error:
@@ -222,7 +248,7 @@ class PlannedForward(MethodEntry):
         except torch.OutOfMemoryError:
             self.clear()
             self._policy.pause_without_memory()
-            if call is not None and any(t is None for t in call.tensors):
+            if found is not None and any(t is None for t in found.call.tensors):
                 raise  # some arguments are gone, as after an error in the model's own code
             reason = NO_MEMORY
         is_counted = reason in self.own or len(self.own) < _MAX_REASONS
@@ -235,26 +261,46 @@ class PlannedForward(MethodEntry):
         with self._lock:
             self._by_state.clear()
 
-    def _find(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Call, _Plans, _Made, dict[str, Any]]:
-        """The plan of a call, after a trace if there was none; and the named arguments with the state.
+    def moved(self) -> None:
+        """Let go of the model's former memory. The plans stay."""
+        for plans in list(self._by_state.values()):
+            for made in list(plans.made.values()):
+                made.baked.release()
+
+    def _find(self, module: nn.Module, args: Any, kwargs: Any) -> _Found:
+        """The plan of a call, after a trace if there was none.
 
         Raises Unsupported or Untraceable, with the reason.
         """
         while True:
+            reason = reason_without_graphs(module)
+            if reason is not None:
+                raise Unsupported(reason)
             state = self._state
-            given = {**kwargs, STATE: held} if (held := state.held()) else kwargs
+            plans = self._by_state.get((self._states.last(), state))
+            plans = plans or self._by_state.get((self._states.look(), state))
+            code = self._states.last()
+            adapters = self._adapters_of(module, code) if plans is None else plans.adapters
+            scale = adapters.scale(module, kwargs)
+            given = {**scale.kwargs, STATE: held} if (held := state.held()) else scale.kwargs
             call, key = self._kind_of(module, args, given)
-            plans = self._plans_of(module, call, state)
+            if plans is None:
+                plans = self._new_plans(module, code, call, state, adapters)
+            self._check_guard(module, plans)
             plans.seen += 1
-            made = plans.find(key) or self._trace(module, call, key, plans)
+            factor = scale.in_forward * factor_now()
+            made = plans.find(key) or self._trace(module, call, key, plans, factor)
             if made is not None:
-                return call, plans, made, given
+                return _Found(plans, made, call, given, scale, factor)
+
+    def _adapters_of(self, module: nn.Module, code: int) -> Adapters:
+        """The layers with adapters in this state of the code. Raises Unsupported in a pause."""
+        self._policy.check_pause()
+        with self._lock:
+            return Adapters(module, bool(self._states.replaced(code)))
 
     def _kind_of(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Call, Any]:
         """(the arguments, their key). Raises Unsupported if no such call can run as a plan now."""
-        reason = reason_without_graphs(module)
-        if reason is not None:
-            raise Unsupported(reason)
         # Numbers such as timesteps become tensors, so that one plan serves all their values.
         numbers = {
             name: number for name, number in (numbers_of(module) or {}).items() if not number.is_factor
@@ -271,39 +317,58 @@ class PlannedForward(MethodEntry):
         settings = global_state(call.device), switched(module)  # type: ignore[arg-type]
         return call, (call.key, _places(call), settings)
 
-    def _plans_of(self, module: nn.Module, call: Call, state: State) -> _Plans:
-        """The plans in the state of the code that was seen last. Raises Unsupported if there can be none."""
-        code = self._states.last()
-        plans = self._by_state.get((code, state))
-        if plans is None:
-            self._policy.check_pause()
-            with self._lock:
-                plans = _Plans(self._guard(module, code, call, state), state)
-                self._by_state[code, state] = plans
+    def _new_plans(
+        self, module: nn.Module, code: int, call: Call, state: State, adapters: Adapters
+    ) -> _Plans:
+        """What plans in this state of the code share. Raises Unsupported if there can be none."""
+        if adapters.reason is not None:
+            raise Unsupported(adapters.reason)
+        with self._lock:
+            plans = _Plans(self._guard(module, code, call, state, adapters), state, adapters)
+            self._by_state[code, state] = plans
+        return plans
+
+    def _check_guard(self, module: nn.Module, plans: _Plans) -> None:
+        """Raise Unsupported if the module has a reason to have no plans."""
         if plans.guard.reason is not None:
             if plans.guard.same():
                 self._plan_inside(module, plans)
             else:
                 self._drop(plans)
             raise Unsupported(plans.guard.reason)
-        return plans
 
-    def _run(
-        self, plans: _Plans, made: _Made, call: Call, args: Any, kwargs: dict[str, Any]
-    ) -> list[Any] | None:
+    def _run(self, found: _Found, args: Any) -> list[Any] | None:
         """The tensors that the plan computes; None if other code was replaced meanwhile.
 
         Tensors in lists and dicts that the call will replace are freed after their last use.
 
         Raises Unsupported if the model is not what was traced. Then no argument was written to or freed.
         """
-        guard = plans.guard
+        plans, made, call, kwargs, _, factor = found
         if made.plan.writes:
             try:
                 made.plan.check_written(call.tensors)  # type: ignore[arg-type]
             except ValueError as error:
                 raise Unsupported("it writes into an argument that shares memory with another") from error
-        replaced = made.outcome.replaced(args, kwargs, call.tensors) if made.baked.recorded else []
+        # With merged weights a plan may run twice.
+        is_freed = made.baked.recorded and not plans.adapters.layers
+        replaced = made.outcome.replaced(args, kwargs, call.tensors) if is_freed else []
+        # Another thread would write merged weights for its own scales.
+        only_this = self._lock if plans.adapters.layers else contextlib.nullcontext()
+        try:
+            with only_this:
+                return plans.adapters.run(
+                    lambda: self._run_once(plans, made, call, replaced),
+                    factor,
+                    is_capture=_is_capturing(call.device),
+                    is_once=made.plan.writes or made.plan.draws,
+                )
+        except Unmerged as error:
+            self._drop(plans, str(error))
+            raise Unsupported(f"the model has changed: {self.last_change}") from error
+
+    def _run_once(self, plans: _Plans, made: _Made, call: Call, replaced: Any) -> list[Any] | None:
+        guard = plans.guard
         # A plan that writes into arguments, frees them or draws random numbers runs only for the same model.
         is_compared = made.plan.writes or made.plan.draws or bool(replaced)
         if not is_compared or guard.same():
@@ -332,10 +397,11 @@ class PlannedForward(MethodEntry):
         self._drop(plans)
         raise Unsupported(f"the model has changed: {self.last_change}")
 
-    def _guard(self, module: nn.Module, code: int, call: Call, state: State) -> Guard:
-        return Guard(module, self._states, code, call.device, self.trusted, state.names())
+    def _guard(self, module: nn.Module, code: int, call: Call, state: State, adapters: Adapters) -> Guard:
+        options = self.trusted, state.names(), adapters.survey
+        return Guard(module, self._states, code, call.device, *options)
 
-    def _trace(self, module: nn.Module, call: Call, key: Any, plans: _Plans) -> _Made | None:
+    def _trace(self, module: nn.Module, call: Call, key: Any, plans: _Plans, factor: float) -> _Made | None:
         """Trace the call and make its plan. None if the trace found state that was not known.
 
         Raises Unsupported or Untraceable, with the reason.
@@ -350,12 +416,16 @@ class PlannedForward(MethodEntry):
                 if not plans.guard.same():
                     self._drop(plans)
                 raise Unsupported(plans.refused[key][-1])
-            if any(map(is_wrapper, module.modules())):
-                raise Unsupported("it has layers with adapters, such as a LoRA")
             plans.check_is_worth_it()
             try:
-                made, saved = self._new(module, call, key, plans)
+                plans.adapters.refresh(factor)
+                with scaled(factor):
+                    made, saved = self._new(module, call, key, plans)
+            except Unmerged as error:
+                self._drop(plans, str(error))
+                raise Unsupported(f"the model has changed: {self.last_change}") from error
             except Untraceable as error:
+                plans.adapters.check_written(factor)
                 grown = plans.state.grown(module, error.kept) if not self._is_captured else None
                 if grown is not None:
                     self._state = grown
@@ -370,13 +440,15 @@ class PlannedForward(MethodEntry):
                 raise Unsupported(f"the model has changed: {self.last_change}")
             if self.verifies:
                 try:
-                    self._verify(module, call, made, plans.state)
+                    with scaled(factor):
+                        self._verify(module, call, made, plans.state)
                 except Untraceable as error:
                     plans.refused[key] += [str(error)] * _TRACES
                     raise
             saved.save()
             if channels_last.lay_out_weights(module):  # the steps of the plan want them so
-                plans.guard = self._guard(module, self._states.last(), call, plans.state)
+                plans.guard = self._guard(module, self._states.last(), call, plans.state, plans.adapters)
+            plans.adapters.survey.add_reader(made.baked)
             _compile_ahead(made.plan, call)
             plans.add(key, made)
             return made
@@ -392,7 +464,8 @@ class PlannedForward(MethodEntry):
     def _new(self, module: nn.Module, call: Call, key: Any, plans: _Plans) -> tuple[_Made, Saved]:
         """A plan from disk, or of a new trace, and its file."""
         about = key, self.method, self.trusted
-        saved = Saved(None) if plans.state.names() else Saved.of(module, about, call.device, plans.guard)
+        is_kept = not plans.state.names() and not plans.adapters.layers
+        saved = Saved.of(module, about, call.device, plans.guard) if is_kept else Saved(None)
         found = saved.load(module, call.tensors)
         if found is not None:
             self.loads += 1
@@ -400,7 +473,7 @@ class PlannedForward(MethodEntry):
             return _Made(plan, Baked(plan), outcome), saved
         self.traces += 1
         with without_collections(), plans.guard.undoing():
-            traced, outcome = trace_call(module, call, plans.state, self.method)
+            traced, outcome = trace_call(module, call, plans.state, self.method, plans.adapters)
             plan = make_plan(traced, lambda graph: saved.note(module, traced, graph, outcome))
             if plan.draws and any(map(_may_seed, plans.guard.names())):
                 raise Untraceable("the call draws random numbers, and its code names what seeds them")
@@ -418,23 +491,25 @@ class PlannedForward(MethodEntry):
             if difference > _most_difference(b.dtype):
                 raise Untraceable(f"its plan differs from its own code by {difference:.1e}")
 
-    def _drop(self, plans: _Plans) -> None:
-        """Drop ``plans``, because the model is not what was traced any more."""
+    def _drop(self, plans: _Plans, change: str = "") -> None:
+        """Drop ``plans``, because the model is not what was traced any more. ``change``: how, if known."""
         with self._lock:
             if plans in self._by_state.values():
-                self._policy.last_change = plans.guard.change()
+                self._policy.last_change = change or plans.guard.change()
                 self._policy.model_changed(plans.calls)
                 self._by_state = {k: v for k, v in self._by_state.items() if v is not plans}
                 self._state = State()  # it may have modules that are not in the model any more
 
 
 def trace_call(
-    module: nn.Module, call: Call, state: State, method: str = "forward"
+    module: nn.Module, call: Call, state: State, method: str = "forward", adapters: Adapters | None = None
 ) -> tuple[Traced, Outcome]:
     """Trace the method ``method`` of the model's class. Returns also what the call leaves besides tensors.
 
-    ``call``: its arguments, and the values of ``state``. Raises Untraceable.
+    ``call``: its arguments, and the values of ``state``. ``adapters``: those of the model, None if it has
+    none. Raises Untraceable.
     """
+    layers = {} if adapters is None else adapters.layers
     outcomes: list[Outcome] = []
 
     def run(*tensors: Tensor) -> list[Tensor]:
@@ -443,8 +518,13 @@ def trace_call(
         outcomes.append(outcome)
         return computed
 
-    with dispatch.stock_code(), running(as_stock=False):
-        traced = trace(module, run, *call.tensors, strides_of=channels_last.stock_strides)
+    def strides_of(part: nn.Module, weight: Tensor) -> tuple[int, ...]:
+        return channels_last.stock_strides(layers.get(part, part), weight)
+
+    with dispatch.stock_code(), running(as_stock=False), frozen():
+        traced = trace(module, run, *call.tensors, strides_of=strides_of, beside=layers)
+    if adapters is not None:
+        adapters.check(traced)
     return traced, outcomes[-1]
 
 

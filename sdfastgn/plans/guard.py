@@ -19,6 +19,7 @@ from sdfastgn.patches.code.stateless import CodeState, packages_of
 from sdfastgn.patches.code.states import States
 from sdfastgn.patches.graphs.models import is_harmless
 from sdfastgn.patches.graphs.watch import TRUSTED, Watch
+from sdfastgn.patches.lora.adapter_survey import Survey
 from sdfastgn.plans.trace.traced import Untraceable
 
 __all__ = ["Guard"]
@@ -33,6 +34,7 @@ class Guard:
         device: the device of the call.
         trusted: packages whose code keeps no state but in tensors and attributes, besides the known ones.
         apart: module -> names of its attributes that the caller compares itself.
+        survey: compares the layers with merged adapters; None if there are none.
 
     Attributes:
         reason: why there can be no plan in this state of the module; None if there can.
@@ -46,13 +48,14 @@ class Guard:
         device: torch.device | None,
         trusted: frozenset[str] = frozenset(),
         apart: Mapping[nn.Module, frozenset[str]] = MappingProxyType({}),
+        survey: Survey | None = None,
     ) -> None:
         self._module = weakref.ref(module)
         self._states, self._state = states, state
         self._code = CodeState(module, TRUSTED | trusted)
         trusted |= frozenset() if self._code.reason else packages_of(module)
         options = {"has_factors": False, "may_move": True, "trusted": trusted, "apart": apart}
-        self._watch = Watch(module, is_harmless, device, **options)  # type: ignore[arg-type]
+        self._watch = Watch(module, is_harmless, device, survey, **options)  # type: ignore[arg-type]
         self.reason = self._code.reason or self._watch.reason
         if states.are_too_many:
             self.reason = "other code replaces and puts back what it runs, in too many ways"

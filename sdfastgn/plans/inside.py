@@ -14,6 +14,7 @@ from torch import nn
 from sdfastgn.patches.code.checked import entrances
 from sdfastgn.patches.graphs.install import place_in
 from sdfastgn.patches.graphs.models import is_harmless
+from sdfastgn.patches.lora.adapters import is_adapted
 from sdfastgn.patches.swap.class_forward import has_foreign_forward
 from sdfastgn.patches.swap.instance_entries import InstanceEntry, guard
 
@@ -36,7 +37,8 @@ def _largest(root: nn.Module) -> Iterator[nn.Module]:
     _, *children = entrances(root)
     for child in children:
         parts = list(child.modules())
-        if len(parts) == 1 or not any(isinstance(part, CONVOLUTIONS) for part in parts):
+        is_layer = is_adapted(child) or len(parts) == 1
+        if is_layer or not any(isinstance(part, CONVOLUTIONS) for part in parts):
             continue
         if has_foreign_forward(child) or any(map(_is_hooked, parts[1:])):
             yield from _largest(child)

@@ -24,7 +24,7 @@ from sdfastgn.patches.graphs.forward import GraphedForward, Planner
 from sdfastgn.patches.graphs.install import has_graphable, outermost, place_in
 from sdfastgn.patches.graphs.models import numbers_of
 from sdfastgn.patches.layout.left_alone import reason_of_cudnn
-from sdfastgn.patches.lora.adapters import takes_adapters
+from sdfastgn.patches.lora.adapters import is_adapted, takes_adapters
 from sdfastgn.patches.swap.class_forward import class_forward, replace_kept
 from sdfastgn.patches.swap.instance_entries import guard, unguard
 from sdfastgn.patches.swap.tested_sources import Untested
@@ -210,7 +210,8 @@ def install(
         planned = _planned(module)
         # A plan would not run the graphs of the modules in it.
         place = place_in(module) if graphed_modules.isdisjoint(module.modules()) else None
-        if planned is None and place in _PLACES and any(True for _ in module.children()):
+        is_layer = is_adapted(module) or not any(True for _ in module.children())
+        if planned is None and place in _PLACES and not is_layer:
             options = module, trusted, verifies
             kept = next((f for f in former if (f.module, f.trusted, f.verifies) == options), None)
             vars(module)[place] = kept or PlannedForward(

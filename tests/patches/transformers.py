@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import diffusers
 import torch
+from diffusers.utils.peft_utils import set_weights_and_activate_adapters
 from peft import LoraConfig
 from torch import nn
 
@@ -38,6 +39,17 @@ def add_lora(model: Any, name: str, seed: int = 5, targets: Any = None, **option
     paths = [path.removesuffix(".base_layer") for path in every]
     options = {"r": 3, "lora_alpha": 4, "init_lora_weights": False, **options}
     model.add_adapter(LoraConfig(target_modules=targets or paths, **options), adapter_name=name)
+
+
+# Targets of a LoRA on some layers.
+FEW = ["to_q", "proj_out"]
+
+
+def add_two(model: Any) -> None:
+    """Adds the LoRA "a" to each layer, and "b" to some. "a" is active."""
+    add_lora(model, "a")
+    add_lora(model, "b", 6, FEW)
+    model.set_adapter("a")
 
 
 ONES = torch.ones(1, 5).long()
@@ -167,3 +179,52 @@ SANA = Transformer(
     lambda: video(4, 8, 8),
 )
 # fmt: on
+
+
+# ---- changes of LoRAs
+
+
+def weights(names, numbers):
+    return lambda model: set_weights_and_activate_adapters(model, names, numbers)
+
+
+@torch.no_grad()
+def written(model, through_data=False):
+    for name, parameter in model.named_parameters():
+        if "lora_B.a" in name:
+            (parameter.data if through_data else parameter).mul_(2.0)
+
+
+def stepped(model, **options):
+    """A step of an optimizer, after a backward in training mode."""
+    model.train()
+    with torch.enable_grad():
+        TRANSFORMERS["sd3"].run(model).square().mean().backward()
+    options = {"lr": 0.05, **options}
+    torch.optim.AdamW([p for p in model.parameters() if p.grad is not None], **options).step()
+    model.zero_grad()
+
+
+def fused_and_unfused(model):
+    model.fuse_lora(lora_scale=0.5)
+    model.unfuse_lora()
+
+
+# Changes of an SD3 with the two LoRAs of ``add_two``.
+CHANGES = {
+    "other-adapter": lambda m: m.set_adapter("b"),
+    "both": lambda m: m.set_adapter(["a", "b"]),
+    "weights": weights(["a", "b"], [0.3, -0.7]),
+    "scale": weights(["a"], [-0.5]),
+    "off": lambda m: m.disable_adapters(),
+    "off-and-on": lambda m: (m.disable_adapters(), TRANSFORMERS["sd3"].run(m), m.enable_adapters()),
+    "fused": lambda m: m.fuse_lora(lora_scale=0.5),
+    "fused-and-unfused": fused_and_unfused,
+    "deleted": lambda m: m.delete_adapters("a"),
+    "third": lambda m: add_lora(m, "c", 7),
+    "written": written,
+    "data": lambda m: written(m, through_data=True),
+    "optimizer": stepped,
+    "fused-optimizer": lambda m: stepped(m, fused=True),
+    "training": lambda m: m.train(),
+}

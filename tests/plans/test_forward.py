@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import sdfastgn
 from sdfastgn.kernels.common import dispatch
@@ -431,8 +432,10 @@ def test_a_change_while_another_plan_waits(pair):
 
 def test_weights_move(pair):
     model, stock = pair
+    former = [StorageWeakRef(p.untyped_storage()) for p in model.parameters()]
     for each in pair:
         each.double()
+    assert all(reference.expired() for reference in former)
     assert model(image().double()).dtype == torch.float64
     for each in pair:
         each.float()

@@ -103,6 +103,27 @@ def test_adapters_change_while_code_is_replaced(made):
     follows(unet, stock, inputs)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_adapters_where_no_code_is_known(monkeypatch, device):
+    unknown_everywhere(monkeypatch)
+    unet, stock, inputs = make(device, "auto")
+    install.install(unet, True)
+    for each in (unet, stock):
+        lora(each)
+    for scale in (None, 0.5, 0.0, -1.0):
+        values = inputs if scale is None else {**inputs, "cross_attention_kwargs": {"scale": scale}}
+        follows(unet, stock, values)
+    for scale in (1.0, -0.5):
+        for each in (unet, stock):
+            each.set_adapters("a", scale)
+        follows(unet, stock, inputs)
+    found = planned(unet)
+    assert found.traces == 1
+    assert found.calls > 0
+    assert set(found.own) <= IN_CAPTURES
+    assert state(unet).captured == 1
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies(made, copied):
     unet, stock, inputs = made

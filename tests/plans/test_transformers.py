@@ -10,7 +10,6 @@ from diffusers import (
     FluxPipeline,
     StableDiffusion3Pipeline,
 )
-from peft import LoraConfig
 from torch import nn
 from torch.utils import _pytree as pytree
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
@@ -196,27 +195,3 @@ def test_a_whole_pipeline(make, name, channels):
     assert (found.path, found.plans, found.calls) == ("transformer", 1, 6)
     sdfastgn.restore(pipe)
     assert torch.equal(image(), before)
-
-
-def test_adapters_are_merged_and_run_the_models_own_code():
-    call = CALL["SD3Transformer2DModel"]
-    model = call.model()
-    stock = copy.deepcopy(model)
-    sdfastgn.optimize(model)
-    agree(call, model, stock, 0)
-    for each in (model, stock):
-        torch.manual_seed(0)
-        each.add_adapter(LoraConfig(r=2, target_modules=["to_q", "proj_out"], init_lora_weights=False))
-        each.eval()
-    agree(call, model, stock, 1)
-    agree(call, model, stock, 2)
-    assert sdfastgn.report(model).merged
-    (found,) = [each for each in sdfastgn.report(model).plans if not each.path]
-    assert found.calls == 1
-    assert "it has layers with adapters, such as a LoRA" in found.own
-    for each in (model, stock):
-        each.delete_adapters("default")
-        each.unload_lora()
-    for seed in range(3, 10):  # after two changes in a row, some calls run without a trace
-        agree(call, model, stock, seed)
-    assert vars(model)["forward"].calls > 1

@@ -324,6 +324,8 @@ class GraphedForward(MethodEntry):
         """
         if self.training is not None:
             self.training.moved()
+        if self._planned is not None:
+            self._planned.moved()
         for other in self._others.values():
             other.moved()
         store = self._store

@@ -11,6 +11,7 @@ share one graph.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -32,19 +33,21 @@ class LoraScale:
         factor: the number; 1.0 if the arguments have none.
         in_forward: ``factor`` if it was removed from ``kwargs``, else 1.0. While the forward runs, the scales
             of all layers with merged weights must be multiplied by it.
+        is_left: True if ``kwargs`` has a scale that was not removed.
     """
 
-    __slots__ = ("factor", "in_forward", "kwargs")
+    __slots__ = ("factor", "in_forward", "is_left", "kwargs")
 
     def __init__(self, module: nn.Module, kwargs: dict[str, Any], survey: Survey) -> None:
         self.kwargs, self.factor, self.in_forward = kwargs, 1.0, 1.0
         name = lora_scale_of(module) or ""
         options = kwargs.get(name)
+        self.is_left = isinstance(options, Mapping) and _ITEM in options
         if type(options) is not dict or not is_class_of_scales(type(options.get(_ITEM))):
             return
         self.factor = float(options[_ITEM])
         if survey.takes_scale:
-            self.in_forward = self.factor
+            self.in_forward, self.is_left = self.factor, False
             others = {key: value for key, value in options.items() if key != _ITEM}
             self.kwargs = {key: value for key, value in kwargs.items() if key != name}
             if others:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -23,11 +24,11 @@ from sdfastgn.patches.lora.adapter_sources import (
 )
 from sdfastgn.patches.lora.contents import Contents
 from sdfastgn.patches.lora.merged_adapters import PEFT, adopt, runs_merged, unfuse
-from sdfastgn.patches.lora.merged_weights import read_on, records, write_prepared
+from sdfastgn.patches.lora.merged_weights import Record, is_record_of, read_on, records, write_prepared
 from sdfastgn.patches.lora.prepared_adapters import PreparedLayer
 
-# Index of the tensors' addresses in the list that ``_objects_now`` returns.
-_ADDRESSES = 3
+# Indices of the addresses of tensors and of merged weights in the list that ``_objects_now`` returns.
+_ADDRESSES, _MERGED = 3, 4
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -58,6 +59,7 @@ class Survey:
         )
         self.reason = ""
         self._records = [records[layer] for layer in self.layers]
+        self._merged = self.parameters
         self._prepared = list(map(PreparedLayer, self.layers, self._records))
         self._devices = list(dict.fromkeys(record.layer.weight.device for record in self._records))
         self._tensors: list[Tensor] = []
@@ -75,6 +77,17 @@ class Survey:
     def parameters(self) -> list[Tensor]:
         """The merged weights and biases."""
         return [p for record in self._records for p in record.layer.parameters()]
+
+    @property
+    def stand_ins(self) -> dict[nn.Module, nn.Module]:
+        """Each plain layer with merged weights -> the layer inside the wrapper, which it replaces."""
+        bases = (layer._modules["base_layer"] for layer in self.layers)
+        return {record.layer: base for record, base in zip(self._records, bases, strict=True)}  # type: ignore[misc]
+
+    def add_reader(self, reader: Any) -> None:
+        """Call ``reader.release`` when a merged weight is freed. ``reader`` is not kept alive."""
+        for record in self._records:
+            record.readers.add(reader)
 
     def refresh(self, factor: float = 1.0, compares_later: bool = False) -> bool:
         """Bring all merged weights up to date, in the current stream.
@@ -111,6 +124,31 @@ class Survey:
             read_on(device)
         if self._contents is not None:
             self._contents.begin()
+        return self._has_same_settings(factor)
+
+    def is_current(self, factor: float) -> bool:
+        """True if all but contents is as in the last refresh, and nobody has written merged weights since."""
+        try:
+            return not self.layers or (self._has_same_settings(factor) and self._has_same_objects())
+        except (AttributeError, LookupError, RuntimeError):  # another thread changes peft's dicts
+            return False
+
+    def is_written(self, factor: float) -> bool:
+        """True if all merged weights are up to date but for contents, whoever has written them.
+
+        Looks at each layer, but gives the GPU no work. So it may be called during a capture.
+        """
+        try:
+            return all(map(partial(_is_written, factor=factor), self.layers, self._records))
+        except (AttributeError, LookupError, RuntimeError):  # another thread changes peft's dicts
+            return False
+
+    def wait(self) -> None:
+        """Make the current stream wait until all merged weights are written."""
+        for record in {id(record.written): record for record in self._records}.values():
+            record.wait()
+
+    def _has_same_settings(self, factor: float) -> bool:
         try:
             return factor == self._factor and self._settings_now() == self._settings
         except (AttributeError, LookupError, RuntimeError):  # another thread changes peft's dicts
@@ -177,11 +215,12 @@ class Survey:
             self._contents = Contents(self._compared, [id(tensor) not in own for tensor in self._compared])
 
     def _is_in_place(self) -> bool:
-        """True if no memory of the tensors that merged weights are computed from was freed or replaced."""
+        """True if merged weights, and all tensors that they are computed from, are in the same memory."""
         return (
             self._factor is not None
             and not any(map(is_expired, self._storage_ids))
             and list(map(Tensor.data_ptr, self._tensors)) == self._objects[_ADDRESSES]
+            and list(map(Tensor.data_ptr, self._merged)) == self._objects[_MERGED]
         )
 
     def _refresh(self, factor: float, compares_later: bool) -> bool:
@@ -286,7 +325,7 @@ class Survey:
         for layer, own, record, source, prepared in zip(
             self.layers, self._owns, self._records, self._sources, self._prepared, strict=True
         ):
-            if not (records.get(layer) is record and record.fits(source)):
+            if not is_record_of(layer, record, source):
                 self.reason = "a layer with an adapter has other memory or settings"
                 return False
             prepared.update(source, active_adapters(own), storages)
@@ -346,11 +385,20 @@ class Survey:
             list(map(id, chain.from_iterable(map(dict.values, self._children)))),
             list(map(id, chain.from_iterable(map(dict.values, self._parameters)))),
             list(map(Tensor.data_ptr, self._tensors)),
+            list(map(Tensor.data_ptr, self._merged)),
             list(map(version_of, self._tensors)),
             list(map(_settings_of, self._convs)),
             list(map(len, self._dicts)),
             list(map(id, chain.from_iterable(map(dict.values, filter(None, self._hooks))))),
         ]
+
+
+def _is_written(layer: nn.Module, record: Record, *, factor: float) -> bool:
+    source = source_of(layer)
+    if isinstance(source, str) or records.get(layer) is not record:
+        return False
+    scaled = source.scaled(factor)
+    return record.is_of(scaled) and record.fits(scaled)
 
 
 def _storage_of(tensor: Tensor, known: StorageWeakRef | None) -> StorageWeakRef:

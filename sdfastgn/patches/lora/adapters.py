@@ -18,7 +18,16 @@ from sdfastgn.patches.lora.merged_adapters import has_new, is_allowed, waits, wh
 from sdfastgn.patches.swap.exclusive import call_entry
 from sdfastgn.patches.swap.fusion import stock_class
 
-__all__ = ["WRAPPED", "adapted_layers", "adapter_reason", "takes_adapters", "unmerged_layers"]
+__all__ = [
+    "WRAPPED",
+    "adapted_layers",
+    "adapter_reason",
+    "has_adapters",
+    "is_adapted",
+    "reason_not_merged",
+    "takes_adapters",
+    "unmerged_layers",
+]
 
 # peft's names for the model's own layer inside a wrapper. All other children belong to the adapter.
 # ``base_layer``: the adapter adds its result to the layer's result.
@@ -33,9 +42,7 @@ _ALONE = "stock's code runs the layer by itself"
 
 def takes_adapters(root: nn.Module) -> bool:
     """True if layers of ``root`` have adapters of peft, or if diffusers or transformers can give it some."""
-    return any(cls.__name__ == _MIXIN for cls in type(root).__mro__) or any(
-        _is_of_peft(layer) for _, layer in adapted_layers(root)
-    )
+    return any(cls.__name__ == _MIXIN for cls in type(root).__mro__) or has_adapters(root)
 
 
 def adapted_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -65,6 +72,26 @@ def unmerged_layers(
             yield path, module, reason
 
 
+def is_adapted(layer: nn.Module) -> bool:
+    """True if ``layer`` is peft's wrapper of a layer with an adapter."""
+    return _is_wrapper(layer) and _is_of_peft(layer)
+
+
+def has_adapters(root: nn.Module) -> bool:
+    """True if a layer of ``root`` has an adapter of peft."""
+    return any(map(is_adapted, root.modules()))
+
+
+def reason_not_merged(root: nn.Module) -> str | None:
+    """Why a layer of ``root`` with an adapter of peft runs peft's code; None if all run merged, or can."""
+    for layer in filter(is_adapted, root.modules()):
+        is_on = is_allowed(root) and is_allowed(layer)
+        why = why_not(layer) if is_on else "merge_adapters is False"
+        if why is not None:
+            return why
+    return None
+
+
 def _when_merged(root: nn.Module, layer: nn.Module) -> str:
     """Which call of the optimized model ``root`` merges the adapter of ``layer``, which waits for this."""
     if stock_class(layer) is not type(layer):
@@ -82,7 +109,7 @@ def adapter_reason(layer: Any, merges: bool = True) -> str | None:
     """
     if isinstance(getattr(layer, "lora_layer", None), nn.Module):  # LoRA of old diffusers, without peft
         return f"it has an adapter (LoRA): {_ALONE}"
-    if not (isinstance(layer, nn.Module) and _is_wrapper(layer) and _is_of_peft(layer)):
+    if not (isinstance(layer, nn.Module) and is_adapted(layer)):
         return None
     if hasattr(layer, "original_module"):
         return f"an adapter trains a copy of it: {_ALONE}"

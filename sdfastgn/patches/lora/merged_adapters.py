@@ -37,7 +37,15 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.lora.adapter_sources import Source, active_adapters, source_of, state_of
 from sdfastgn.patches.lora.contents import Calls, Contents
-from sdfastgn.patches.lora.merged_weights import Record, changing, forget, only_reads, records, write
+from sdfastgn.patches.lora.merged_weights import (
+    Record,
+    changing,
+    forget,
+    new_record,
+    only_reads,
+    records,
+    write,
+)
 from sdfastgn.patches.swap.class_forward import change_class
 from sdfastgn.patches.swap.fusion import restore_class
 
@@ -388,7 +396,7 @@ def adopt(root: nn.Module) -> list[nn.Module]:
         missing = [(layer, source) for layer, source in found if layer not in records]
         try:
             for layer, source in missing:
-                records[layer] = Record(source)
+                records[layer] = new_record(layer, source)
         except torch.OutOfMemoryError:
             release(root)
             _short.update(layers)
@@ -485,6 +493,16 @@ def frozen() -> Iterator[None]:
     finally:
         _is_frozen.reset(tokens[0])
         only_reads.reset(tokens[1])
+
+
+def is_frozen() -> bool:
+    """True inside of ``frozen``."""
+    return _is_frozen.get()
+
+
+def factor_now() -> float:
+    """The factor of the innermost ``scaled``; 1.0 outside of it."""
+    return _factor.get()
 
 
 @contextmanager

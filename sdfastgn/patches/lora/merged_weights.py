@@ -31,6 +31,9 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # Wrapper -> its record, with the stand-in. Records are not kept in the wrapper's ``__dict__``, so that they
 # are neither copied nor pickled.
 records: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
+# Wrapper -> its record, which has no memory since the wrapper was moved. Plans refer to the stand-in, so the
+# record is used again.
+_moved: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
 # id -> weight or bias of a stand-in, for all that exist.
 _merged: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 # True while code runs that gets weights from wrappers but writes into none: some code of peft, and the
@@ -54,6 +57,8 @@ class Record:
         touches: a number that grows with each event after which a ``Survey`` (``adapter_survey.py``) must
             check the wrapper again: the merged weights were written or freed, or other code may have changed
             a tensor from which they are computed.
+        written: (handle of the stream that wrote the weights last, event after this write).
+        readers: objects that keep the weights' memory alive until their method ``release`` is called.
     """
 
     def __init__(self, source: Source) -> None:
@@ -61,10 +66,11 @@ class Record:
         self.device = source.weight.device
         self.key: tuple[Any, ...] | None = None
         self.touches = 0
+        self.readers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.tensors: Sequence[Tensor] = ()
         self._storages: Sequence[StorageWeakRef] = ()
         self._places: tuple[Any, ...] = ()
-        self._written: tuple[int, torch.cuda.Event | None] = (0, None)
+        self.written: tuple[int, torch.cuda.Event | None] = (0, None)
 
     def fits(self, source: Source) -> bool:
         """True if the stand-in ``layer`` can hold the merged weights of ``source``.
@@ -84,6 +90,16 @@ class Record:
                 or all(getattr(self.layer, name) == getattr(source.base, name) for name in OF_CONV)
             )
         )
+
+    def allocate(self, source: Source) -> bool:
+        """Give the stand-in new memory for the weights of ``source``. Returns True if it fits them then."""
+        own, fresh = list(self.layer.parameters()), list(_stand_in(source).parameters())
+        if len(own) != len(fresh):  # one of them has no bias
+            return False
+        for parameter, new in zip(own, fresh, strict=True):
+            parameter.data = new.data
+        self.device = source.weight.device
+        return self.fits(source)
 
     def is_of(self, source: Source) -> bool:
         """True if the merged weight was computed from the present values of ``source``."""
@@ -109,7 +125,7 @@ class Record:
             self._places = key[:2]
             self.tensors = tensors  # keeps the tensors alive, so that no other tensor gets their ids
             self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
-        self._written = written
+        self.written = written
         self.key = key
 
     def note_prepared(
@@ -124,7 +140,7 @@ class Record:
                 returns False.
             written: the same as for ``note``.
         """
-        self._places, self._written = key[:2], written
+        self._places, self.written = key[:2], written
         self.tensors, self._storages = kept
         self.key = key
 
@@ -146,7 +162,7 @@ class Record:
         The next write then waits for this stream.
         """
         read_on(self.device)
-        wait_for(self._written, self.device)
+        wait_for(self.written, self.device)
 
     def free(self) -> None:
         """Free the memory of the stand-in's weight and bias.
@@ -158,6 +174,8 @@ class Record:
         self.tensors = ()
         for parameter in self.layer.parameters():
             parameter.data = parameter.data.new_empty(0)
+        for reader in list(self.readers):
+            reader.release()
 
 
 def _stand_in(source: Source) -> Any:
@@ -216,7 +234,7 @@ def write(found: Iterable[tuple[nn.Module, Source]]) -> list[Record]:
             if record is None or not record.fits(source):
                 if record is not None:
                     record.free()
-                record = records[layer] = Record(source)
+                record = records[layer] = new_record(layer, source)
             record.touch()
             made.append(record)
         pairs = list(zip(made, found, strict=True))
@@ -312,11 +330,33 @@ def wait_for(written: tuple[int, torch.cuda.Event | None], device: torch.device)
         torch.cuda.current_stream(device).wait_event(event)
 
 
-def forget(layer: nn.Module) -> None:
-    """Free the merged weights of the wrapper ``layer``, and forget its stand-in."""
+def new_record(layer: nn.Module, source: Source) -> Record:
+    """A record for the wrapper ``layer``, which has none: that from before a move, if it fits."""
+    record = _moved.pop(layer, None)
+    return record if record is not None and record.allocate(source) else Record(source)
+
+
+def is_record_of(layer: nn.Module, record: Record, source: Source) -> bool:
+    """True if ``layer`` has this ``record``, and it fits ``source``. After a move it gets memory again."""
+    if layer not in records and _moved.get(layer) is record:
+        with changing:
+            if layer not in records:
+                records[layer] = new_record(layer, source)
+    return records.get(layer) is record and record.fits(source)
+
+
+def move(layer: nn.Module) -> None:
+    """Free the merged weights of the wrapper ``layer``, because it is moved."""
     record = records.pop(layer, None)
     if record is not None:
         record.free()
+        _moved[layer] = record
+
+
+def forget(layer: nn.Module) -> None:
+    """Free the merged weights of the wrapper ``layer``, and forget its stand-in."""
+    move(layer)
+    _moved.pop(layer, None)
 
 
 def may_change(layer: nn.Module) -> None:

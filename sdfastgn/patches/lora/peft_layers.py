@@ -83,7 +83,7 @@ class _MergedLayer(nn.Module):
 
         The next call of the layer computes its merged weights again.
         """
-        merged_weights.forget(self)
+        merged_weights.move(self)
         return super()._apply(*args, **kwargs)
 
 

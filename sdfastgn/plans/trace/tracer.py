@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ def trace(
     call: Callable[..., Any],
     *args: Any,
     strides_of: Callable[[nn.Module, Tensor], tuple[int, ...]] | None = None,
+    beside: Iterable[nn.Module] = (),
     **kwargs: Any,
 ) -> Traced:
     """The graph of ``call(*args, **kwargs)``, which runs ``model``. Raises Untraceable.
@@ -49,12 +51,14 @@ def trace(
 
     ``strides_of``: gives the strides with which a parameter of a module counts; None for those that it has.
     They decide the strides of results, and so which results are views.
+    ``beside``: modules that the call runs although ``model`` does not have them. Their parameters count as
+    those of ``model``.
     """
     if is_tracing():
         raise Untraceable("the call runs inside of a trace of another call")
     traced = None
     with without_collections(), noted() as reasons:
-        tracer = Tracer(model, strides_of)
+        tracer = Tracer((model, *beside), strides_of)
         state = ModuleState(model)
         try:
             traced = tracer.traced(call, args, kwargs)
@@ -69,10 +73,10 @@ def trace(
     return traced
 
 
-def _places(model: nn.Module) -> dict[int, _Place]:
-    """Id of each parameter and buffer -> where the model has it first."""
+def _places(roots: Iterable[nn.Module]) -> dict[int, _Place]:
+    """Id of each parameter and buffer -> where one of ``roots`` has it first."""
     found: dict[int, _Place] = {}
-    for module in model.modules():
+    for module in chain.from_iterable(root.modules() for root in roots):
         for kind in ("_parameters", "_buffers"):
             for name, t in getattr(module, kind).items():
                 if t is not None:
@@ -99,12 +103,14 @@ class _Source(NamedTuple):
 class Tracer(TorchDispatchMode):
     """Writes the ops of a call as nodes of ``self.module.graph``."""
 
-    def __init__(self, model: nn.Module, strides_of: Callable[[nn.Module, Tensor], Any] | None) -> None:
+    def __init__(
+        self, roots: Iterable[nn.Module], strides_of: Callable[[nn.Module, Tensor], Any] | None
+    ) -> None:
         super().__init__()
         self.strides_of = strides_of
         self.module = fx.GraphModule({}, fx.Graph())
         self.graph = self.module.graph
-        self.places = _places(model)
+        self.places = _places(roots)
         self.parameters: list[_Place] = []
         self.others: list[Tensor] = []
         self.sources: list[_Source] = []

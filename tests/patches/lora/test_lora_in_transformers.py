@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-from diffusers.utils.peft_utils import set_weights_and_activate_adapters
 from peft.tuners.lora import layer as lora
 from torch import nn
 from torch.nn import functional as F
@@ -25,7 +24,7 @@ from sdfastgn.patches.swap import exclusive
 from tests.coverage import networks
 from tests.patches.cases import agree, noise
 from tests.patches.code.foreign import replaced
-from tests.patches.transformers import TRANSFORMERS, add_lora
+from tests.patches.transformers import CHANGES, FEW, TRANSFORMERS, add_lora, add_two, weights
 
 pytestmark = [
     pytest.mark.fused_on_cpu,
@@ -34,7 +33,6 @@ pytestmark = [
 ]
 
 SD3 = TRANSFORMERS["sd3"]
-FEW = ["to_q", "proj_out"]
 
 
 def wrappers(model):
@@ -42,18 +40,16 @@ def wrappers(model):
 
 
 def twins(name="sd3"):
-    """(optimized model, stock's copy), without adapters."""
+    """(optimized model without plans, stock's copy), without adapters."""
     model = TRANSFORMERS[name].build()
-    return sdfastgn.optimize(copy.deepcopy(model)), model
+    return sdfastgn.optimize(copy.deepcopy(model), plans=False), model
 
 
 def with_lora(name="sd3"):
-    """``twins`` with the LoRA "a" on each layer, and "b" on some. "a" is active."""
+    """``twins`` with two LoRAs."""
     pair = twins(name)
     for model in pair:
-        add_lora(model, "a")
-        add_lora(model, "b", 6, FEW)
-        model.set_adapter("a")
+        add_two(model)
     return pair
 
 
@@ -104,51 +100,6 @@ class Full(nn.Module):
     def forward(self):
         if any(map(is_merged, self.others[0].modules())):
             raise torch.OutOfMemoryError("for the test")
-
-
-def weights(names, numbers):
-    return lambda model: set_weights_and_activate_adapters(model, names, numbers)
-
-
-@torch.no_grad()
-def written(model, through_data=False):
-    for name, parameter in model.named_parameters():
-        if "lora_B.a" in name:
-            (parameter.data if through_data else parameter).mul_(2.0)
-
-
-def stepped(model, **options):
-    """A step of an optimizer, after a backward in training mode."""
-    model.train()
-    with torch.enable_grad():
-        SD3.run(model).square().mean().backward()
-    options = {"lr": 0.05, **options}
-    torch.optim.AdamW([p for p in model.parameters() if p.grad is not None], **options).step()
-    model.zero_grad()
-
-
-def fused_and_unfused(model):
-    model.fuse_lora(lora_scale=0.5)
-    model.unfuse_lora()
-
-
-CHANGES = {
-    "other-adapter": lambda m: m.set_adapter("b"),
-    "both": lambda m: m.set_adapter(["a", "b"]),
-    "weights": weights(["a", "b"], [0.3, -0.7]),
-    "scale": weights(["a"], [-0.5]),
-    "off": lambda m: m.disable_adapters(),
-    "off-and-on": lambda m: (m.disable_adapters(), SD3.run(m), m.enable_adapters()),
-    "fused": lambda m: m.fuse_lora(lora_scale=0.5),
-    "fused-and-unfused": fused_and_unfused,
-    "deleted": lambda m: m.delete_adapters("a"),
-    "third": lambda m: add_lora(m, "c", 7),
-    "written": written,
-    "data": lambda m: written(m, through_data=True),
-    "optimizer": stepped,
-    "fused-optimizer": lambda m: stepped(m, fused=True),
-    "training": lambda m: m.train(),
-}
 
 
 @pytest.mark.parametrize("name", CHANGES)
