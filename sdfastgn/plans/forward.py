@@ -91,6 +91,9 @@ class _Plans:
 
     def find(self, key: Any) -> _Made | None:
         made = self.made.get(key)
+        if made is not None and not made.plan.is_current():
+            self.made = {kind: each for kind, each in self.made.items() if each.plan.is_current()}
+            return None
         if made is not None:
             made.last_use = self.seen
             self.new_kinds = 0

@@ -18,6 +18,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.plans import forward as planned_forward
 from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.run.bake import Baked
+from sdfastgn.plans.run.plan import Plan
 from tests.patches.cases import agree, noise
 from tests.patches.samples import randomize
 from tests.plans.models import of_diffusers
@@ -208,6 +209,15 @@ def test_few_plans_are_kept(pair, monkeypatch):
     for size in (5, 7, 9, 6):
         agree(model(image(size=size)), stock(image(size=size)))
     assert (len(planned(model).plans), planned(model).traces) == (2, 4)  # 6 was used again, so it stayed
+
+
+def test_a_plan_whose_tables_were_written_is_made_anew(pair, monkeypatch):
+    model, stock = pair
+    agree(model(image(size=9)), stock(image(size=9)))
+    before = planned(model).plans
+    monkeypatch.setattr(Plan, "is_current", lambda plan: not any(plan is each for each in before))
+    follows_stock(model, stock)
+    assert (planned(model).traces, len(planned(model).plans), planned(model).own) == (3, 1, {})
 
 
 def test_more_sizes_than_plans_in_rotation(monkeypatch):
