@@ -8,7 +8,8 @@ A call takes these steps:
 3. If there is none, the call is traced, and the plan is made and runs. ``outcome.py`` keeps what the call
    returns besides tensors. ``state.py`` has the attributes of modules in which a call keeps tensors.
 4. Every other call runs the model's own code. The reason is counted, and the report shows it. If the reason
-   is in the model, modules inside get plans (``inside.py``).
+   is in the model, modules inside get plans (``inside.py``). The first call of some models fills tables.
+   After such a call the next one is traced.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import dataclasses
 import math
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -60,6 +63,18 @@ _IN_USE = 128
 # A kind of call is traced again once after a trace that failed: the first call of some models makes
 # attributes or fills caches, and the trace of a later call succeeds.
 _TRACES = 2
+
+
+# True inside of a call that may fill tables of the model: modules inside make no plans for it.
+_is_alone: ContextVar[bool] = ContextVar("sdfastgn_is_alone", default=False)
+
+
+class _Fills(Untraceable):
+    """Raised if the first call of a kind sets attributes of the model, such as tables for later calls."""
+
+    def __init__(self, reason: str, call: Call, plans: _Plans) -> None:
+        super().__init__(reason)
+        self.call, self.plans = call, plans
 
 
 @dataclasses.dataclass(slots=True)
@@ -201,9 +216,9 @@ class PlannedForward(MethodEntry):
         module = self.module
         if torch.compiler.is_compiling():
             return self._compiled(module, *args, **kwargs)
-        if is_tracing():
+        if is_tracing() or _is_alone.get():
             return getattr(type(module), self.method)(module, *args, **kwargs)
-        call = None
+        call = first = None
         try:
             for _ in range(MAX_STATES):
                 call, plans, made, given = self._find(module, args, kwargs)
@@ -218,7 +233,7 @@ class PlannedForward(MethodEntry):
                     return result
             reason = "other code is replaced while it runs"
         except (Unsupported, Untraceable) as error:
-            reason = str(error)
+            reason, first = str(error), error if isinstance(error, _Fills) else None
         except torch.OutOfMemoryError:
             self.clear()
             self._policy.pause_without_memory()
@@ -228,7 +243,22 @@ class PlannedForward(MethodEntry):
         is_counted = reason in self.own or len(self.own) < _MAX_REASONS
         self.own[reason if is_counted else "other reasons"] += 1
         with running(bool(self._states.replaced(self._states.look()))):
-            return class_forward(module, self.method)(*args, **kwargs)
+            if first is None:
+                return class_forward(module, self.method)(*args, **kwargs)
+            with self._filling(module, first.call, first.plans):
+                return class_forward(module, self.method)(*args, **kwargs)
+
+    @contextmanager
+    def _filling(self, module: nn.Module, call: Call, plans: _Plans) -> Iterator[None]:
+        """A context for the first call of a kind, which may fill tables: that is no change of the model."""
+        token = _is_alone.set(True)
+        try:
+            yield
+        finally:
+            _is_alone.reset(token)
+        with self._lock:
+            if not plans.made and plans.guard.is_in_state() and not plans.guard.same():
+                plans.guard = self._guard(module, self._states.last(), call, plans.state)
 
     def clear(self) -> None:
         """Drop all plans, and what was recorded of the module's state."""
@@ -362,7 +392,10 @@ class PlannedForward(MethodEntry):
                     self._by_state.clear()
                     return None
                 plans.refuse(key, str(error))
-                if len(plans.refused[key]) >= _TRACES and plans.guard.same():
+                if len(plans.refused[key]) < _TRACES:
+                    if error.sets_attributes:
+                        raise _Fills(str(error), call, plans) from error
+                elif plans.guard.same():
                     self._plan_inside(module, plans)
                 raise
             if not plans.guard.same():

@@ -220,6 +220,35 @@ def test_a_plan_whose_tables_were_written_is_made_anew(pair, monkeypatch):
     assert (planned(model).traces, len(planned(model).plans), planned(model).own) == (3, 1, {})
 
 
+class Table:
+    rows = None
+
+    def sum(self):
+        if self.rows is None:
+            self.rows = [torch.arange(4.0)]
+        return self.rows[0].sum()
+
+
+class FillsATable(Net):
+    def __init__(self):
+        super().__init__()
+        self.table = Table()
+
+    def forward(self, x):
+        return super().forward(x) + self.table.sum()
+
+
+def test_a_table_is_filled_without_a_change_of_the_model():
+    stock = net(FillsATable)
+    model = sdfastgn.optimize(copy.deepcopy(stock), trust=("tests",))
+    follows_stock(model, stock, seeds=range(4))
+    assert (planned(model).traces, planned(model).calls, planned(model).last_change) == (2, 3, "")
+    assert len(planned(model).own) == 1
+    assert (planned(model.blocks).traces, planned(model.blocks).own) == (0, {})
+    model.blocks(noise(1, 8, 6, 5))
+    assert planned(model.blocks).calls == 1
+
+
 def test_more_sizes_than_plans_in_rotation(monkeypatch):
     monkeypatch.setattr(planned_forward, "MAX_PLANS", 2)
     monkeypatch.setattr(planned_forward, "_IN_USE", 10)

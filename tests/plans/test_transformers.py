@@ -70,6 +70,21 @@ def test_blocks_have_plans_where_the_model_reads_values():
     assert "" not in calls
 
 
+def test_a_first_call_that_fills_tables_makes_no_plans_inside():
+    call = CALL["ZImageTransformer2DModel"]
+    model = call.model()
+    stock = copy.deepcopy(model)
+    sdfastgn.optimize(model)
+    agree(call, model, stock, 0)
+    assert model.rope_embedder.freqs_cis is not None
+    assert sdfastgn.report(model).plans[0].own
+    agree(call, model, stock, 1)
+    found = {each.path: each for each in sdfastgn.report(model).plans}
+    whole = found.pop("")
+    assert (whole.traces, whole.plans, whole.calls, whole.last_change) == (2, 1, 1, "")
+    assert not sum(each.traces for each in found.values())
+
+
 def test_changes_of_the_model_are_noticed():
     call = CALL["FluxTransformer2DModel"]
     model = call.model()
