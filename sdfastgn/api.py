@@ -99,8 +99,10 @@ def optimize(
             this kind. After ``enable_model_cpu_offload`` it captures the seventh call of a kind in each
             image. True captures the first call of a kind. False captures none. ``"training"`` is
             ``"auto"``, and also captures calls with gradients of ``UNet2DConditionModel`` and
-            ``ControlNetModel``, with their backwards (docs/training.md). If the model changes, its graphs
-            are dropped. A call that cannot be captured runs eagerly, and ``report`` says why.
+            ``ControlNetModel``, with their backwards (docs/training.md). Transformers with ``plans`` are
+            captured by these, and with ``"auto"`` only where Python is slower than the GPU. If the model
+            changes, its graphs are dropped. A call that cannot be captured runs eagerly, and ``report`` says
+            why.
         missing_ok: True returns ``obj`` unchanged, without a warning, if there is nothing to optimize. With
             False there is an error for a module and a warning for a pipeline. There is also only a warning
             for a module that can get adapters: they will be merged, and nothing else is optimized.
@@ -500,7 +502,8 @@ def _set_options(roots: Iterable[nn.Module], options: Options) -> None:
         former = planning.take_off(root) if graphs.has_graphable(root) else ()  # graphs may take their place
         graphs.install(root, options.cuda_graphs)
         trusted = frozenset(options.trust)
-        planning.install(root, options.plans, trusted, verifies=options.verify, former=former)
+        mode = options.cuda_graphs
+        planning.install(root, options.plans, trusted, mode, verifies=options.verify, former=former)
 
 
 def _prepare_triton(roots: Iterable[nn.Module]) -> None:

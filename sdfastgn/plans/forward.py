@@ -31,6 +31,7 @@ from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.garbage import without_collections
 from sdfastgn.patches.code.states import MAX_STATES, States, running
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
+from sdfastgn.patches.graphs.capture import is_idle
 from sdfastgn.patches.graphs.models import numbers_of, reason_without_graphs, switched
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.patches.layout import channels_last
@@ -60,6 +61,9 @@ _NEW_KINDS = 16
 # A plan that was used again within so many calls makes no room for another. With 17 sizes in rotation, each
 # call would otherwise be a trace.
 _IN_USE = 128
+# A call is captured once the GPU was done before Python in so many calls of its kind in a row. Python may
+# take long in one call by chance, for instance because another thread runs.
+_IDLE_CALLS = 2
 # A kind of call is traced again once after a trace that failed: the first call of some models makes
 # attributes or fills caches, and the trace of a later call succeeds.
 _TRACES = 2
@@ -85,6 +89,7 @@ class _Made:
     baked: Baked
     outcome: Outcome
     last_use: int = 0  # number of the call; 0 if it was not used again
+    idle: int = 0  # number of the last calls in a row after which the GPU had nothing left to do
 
 
 class _Plans:
@@ -150,8 +155,10 @@ class PlannedForward(MethodEntry):
         replaces_entry: True if the module's ``__dict__`` already had an entry "forward" with the method of
             the module's own class.
         method: the name of the method that runs.
-        states: the states of the module's code, if other code has them already.
+        states: the states of the module's code, if a ``GraphedForward`` serves its calls.
         verifies: True compares each new plan with the module's own code once.
+        is_captured: True if CUDA graphs may capture all its calls. Then plans keep no tensors between calls,
+            and modules inside have none. False if they capture only what ``check_capturable`` allows.
 
     Attributes:
         calls: number of calls whose result came from a plan.
@@ -162,8 +169,8 @@ class PlannedForward(MethodEntry):
 
     # As in ``GraphedForward``: instances have no ``__dict__``, because accelerate's hooks would copy it.
     __slots__ = (
-        "_by_state", "_captured", "_compiled", "_is_captured", "_lock", "_policy", "_state", "_states",
-        "calls", "loads", "own", "replaces_entry", "traces", "trusted", "verifies",
+        "_by_state", "_captured", "_compiled", "_is_captured", "_is_timed", "_lock", "_policy", "_state",
+        "_states", "calls", "loads", "own", "replaces_entry", "traces", "trusted", "verifies",
     )  # fmt: skip
 
     def __init__(
@@ -174,6 +181,7 @@ class PlannedForward(MethodEntry):
         method: str = "forward",
         states: States | None = None,
         verifies: bool = False,
+        is_captured: bool = False,
     ) -> None:
         super().__init__(module, method)
         # torch.compile cannot read the method from a class that diffusers has allowed in graphs.
@@ -182,7 +190,8 @@ class PlannedForward(MethodEntry):
         self.trusted, self.replaces_entry = trusted, replaces_entry
         self._states = States(module) if states is None else states
         # A CUDA graph would not repeat what a call sets in modules, nor check the plans of modules inside.
-        self._is_captured = states is not None
+        self._is_captured = is_captured
+        self._is_timed = states is not None and not is_captured
         self._state = State()
         self._by_state: dict[tuple[int, State], _Plans] = {}
         self._captured: list[_Made] = []  # CUDA graphs read the constants of these plans
@@ -218,28 +227,11 @@ class PlannedForward(MethodEntry):
             return self._compiled(module, *args, **kwargs)
         if is_tracing() or _is_alone.get():
             return getattr(type(module), self.method)(module, *args, **kwargs)
-        call = first = None
+        first = None
         try:
-            for _ in range(MAX_STATES):
-                call, plans, made, given = self._find(module, args, kwargs)
-                results = self._run(plans, made, call, args, given)
-                if results is not None:
-                    if _is_capturing(call.device) and not any(made is each for each in self._captured):
-                        self._captured.append(made)
-                    self.calls += 1
-                    plans.calls += 1
-                    result = made.outcome.deliver(results, args, given, call.tensors)
-                    plans.state.store(given.get(STATE, {}))
-                    return result
-            reason = "other code is replaced while it runs"
+            return self.by_plan(*args, **kwargs)
         except (Unsupported, Untraceable) as error:
             reason, first = str(error), error if isinstance(error, _Fills) else None
-        except torch.OutOfMemoryError:
-            self.clear()
-            self._policy.pause_without_memory()
-            if call is not None and any(t is None for t in call.tensors):
-                raise  # some arguments are gone, as after an error in the model's own code
-            reason = NO_MEMORY
         is_counted = reason in self.own or len(self.own) < _MAX_REASONS
         self.own[reason if is_counted else "other reasons"] += 1
         with running(bool(self._states.replaced(self._states.look()))):
@@ -247,6 +239,57 @@ class PlannedForward(MethodEntry):
                 return class_forward(module, self.method)(*args, **kwargs)
             with self._filling(module, first.call, first.plans):
                 return class_forward(module, self.method)(*args, **kwargs)
+
+    def by_plan(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of a call, from its plan. Raises Unsupported or Untraceable if it has none."""
+        call = None
+        try:
+            for _ in range(MAX_STATES):
+                call, plans, made, given = self._find(self.module, args, kwargs)
+                results = self._run(plans, made, call, args, given)
+                if results is not None:
+                    if not _is_capturing(call.device):
+                        self._time(made, call)
+                    elif not any(made is each for each in self._captured):
+                        self._captured.append(made)
+                    self.calls += 1
+                    plans.calls += 1
+                    result = made.outcome.deliver(results, args, given, call.tensors)
+                    plans.state.store(given.get(STATE, {}))
+                    return result
+        except torch.OutOfMemoryError as error:
+            self.clear()
+            self._policy.pause_without_memory()
+            if call is not None and any(t is None for t in call.tensors):
+                raise  # some arguments are gone, as after an error in the model's own code
+            raise Unsupported(NO_MEMORY) from error
+        raise Unsupported("other code is replaced while it runs")
+
+    def _time(self, made: _Made, call: Call) -> None:
+        """Note whether the GPU was done before Python. Not for the call that made the plan, which is slow."""
+        if self._is_timed and made.last_use and made.idle < _IDLE_CALLS:
+            made.idle = made.idle + 1 if is_idle(call.device) else 0  # type: ignore[arg-type]
+
+    def check_capturable(self, args: Any, kwargs: Any, *, saves_time: bool) -> None:
+        """Raise Unsupported, with the reason, if no CUDA graph can repeat the plan of this call now.
+
+        ``saves_time``: True also raises it if Python was not seen to take longer than the GPU.
+        """
+        if self._state.names():
+            raise Unsupported("it keeps tensors for its next call")
+        call, key = self._kind_of(self.module, args, kwargs)
+        plans = self._by_state.get((self._states.last(), self._state))
+        made = None if plans is None else plans.made.get(key)
+        if plans is None or made is None or not made.plan.is_current():
+            raise Unsupported("it has no plan")
+        if len(set(map(id, call.tensors))) < len(call.tensors):  # a graph has memory for each of them
+            raise Unsupported("a tensor occurs twice in its arguments")
+        if made.plan.copies_from_cpu:
+            raise Unsupported("its plan copies tensors from the CPU")
+        if saves_time and made.idle < _IDLE_CALLS:
+            raise Unsupported("so far the GPU has not waited for Python")
+        if not plans.guard.same():
+            raise Unsupported("the model has changed")
 
     @contextmanager
     def _filling(self, module: nn.Module, call: Call, plans: _Plans) -> Iterator[None]:

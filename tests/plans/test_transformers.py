@@ -15,7 +15,7 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 import sdfastgn
-from sdfastgn.plans.forward import PlannedForward
+from sdfastgn.patches.swap.instance_entries import InstanceEntry
 from sdfastgn.plans.install import gets_plans
 from tests.plans.models import CALLS
 from tests.plans.programs import relative
@@ -36,6 +36,12 @@ def agree(call, model, stock, seed):
     assert max(map(relative, found, expected)) <= TOLERANCE
 
 
+def planned(model):
+    """What runs the calls of the whole ``model`` by plans."""
+    (found,) = vars(model)["forward"].planned
+    return found
+
+
 @pytest.mark.parametrize("name", PLANNED)
 def test_the_whole_model_is_one_plan(name):
     call = CALL[name]
@@ -50,9 +56,10 @@ def test_the_whole_model_is_one_plan(name):
     assert found.steps["ada_norm"] >= 3
     twin = copy.deepcopy(model)
     agree(call, twin, stock, 2)
-    assert vars(twin)["forward"].calls
+    assert planned(twin).calls
     sdfastgn.restore(model)
-    assert not any(isinstance(vars(part).get("forward"), PlannedForward) for part in model.modules())
+    entries = [vars(part).get("forward") for part in model.modules()]
+    assert not any(isinstance(entry, InstanceEntry) for entry in entries)
     same = (call.run(each, **call.drawn(3)) for each in (model, stock))
     assert all(map(torch.equal, *same))
 
@@ -77,7 +84,7 @@ def test_a_first_call_that_fills_tables_makes_no_plans_inside():
     sdfastgn.optimize(model)
     agree(call, model, stock, 0)
     assert model.rope_embedder.freqs_cis is not None
-    assert sdfastgn.report(model).plans[0].own
+    assert planned(model).own
     agree(call, model, stock, 1)
     found = {each.path: each for each in sdfastgn.report(model).plans}
     whole = found.pop("")
@@ -97,8 +104,8 @@ def test_changes_of_the_model_are_noticed():
         each.proj_out.weight.data = each.proj_out.weight.data * 2
     for seed in (1, 2, 3):
         agree(call, model, stock, seed)
-    assert vars(model)["forward"].calls == 3
-    assert "eps" in vars(model)["forward"].last_change
+    assert planned(model).calls == 3
+    assert "eps" in planned(model).last_change
 
 
 def test_text_encoders_stay_as_they_are():
@@ -190,4 +197,4 @@ def test_adapters_are_merged_and_run_the_models_own_code():
         each.unload_lora()
     for seed in range(3, 10):  # after two changes in a row, some calls run without a trace
         agree(call, model, stock, seed)
-    assert vars(model)["forward"].calls > 1
+    assert planned(model).calls > 1
