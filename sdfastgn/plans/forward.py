@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.compile_ahead import without_rehearsal
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.garbage import without_collections
 from sdfastgn.patches.code.states import MAX_STATES, States, running
@@ -484,9 +485,10 @@ class PlannedForward(MethodEntry):
     def _verify(self, module: nn.Module, call: Call, made: _Made, state: State) -> None:
         """Raise Untraceable if the plan differs from the module's own code by more than rounding explains."""
         own, planned = ([t.clone() for t in call.tensors] for _ in range(2))  # type: ignore[union-attr]
-        with running(bool(self._states.replaced(self._states.last()))), _same_random_numbers(call.device):
+        as_stock = bool(self._states.replaced(self._states.last()))
+        with without_rehearsal(), running(as_stock), _same_random_numbers(call.device):
             expected, _ = _run_own(module, call, state, self.method, own)
-        with _same_random_numbers(call.device):
+        with without_rehearsal(), _same_random_numbers(call.device):
             found = made.baked.run(planned)
         for a, b in zip((*found, *planned), (*expected, *own), strict=True):
             difference = _difference(a, b)

@@ -15,6 +15,7 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.compile_ahead import rehearsal
 from sdfastgn.plans import forward as planned_forward
 from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.run.bake import Baked
@@ -509,11 +510,18 @@ def test_verified_plans(monkeypatch):
     follows_stock(model, stock)
     assert (len(planned(model).plans), planned(model).own) == (1, {})
     run = planned_forward.Baked.run
+    rehearsals = []
+    note = lambda self, *xs, **given: rehearsals.append(rehearsal.get()) or run(self, *xs, **given)  # noqa: E731
+    monkeypatch.setattr(planned_forward.Baked, "run", note)
+    token = rehearsal.set(object())
+    model(image(size=5))
+    rehearsal.reset(token)
+    assert not any(rehearsals[:-1])  # the last one is the call itself
     monkeypatch.setattr(planned_forward.Baked, "run", lambda self, xs: [1.01 * y for y in run(self, xs)])
     with torch.no_grad():
         for _ in range(3):
             agree(model(image(size=9)), stock(image(size=9)))
-    assert (len(planned(model).plans), planned(model).traces) == (1, 2)
+    assert (len(planned(model).plans), planned(model).traces) == (2, 3)
     assert list(planned(model).own) == ["its plan differs from its own code by 1.0e-02"]
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from sdfastgn.kernels.common.compile_ahead import without_rehearsal
 from sdfastgn.kernels.common.private import any_autocast
 from sdfastgn.kernels.product import packed
 from sdfastgn.plans.run import steps
@@ -164,7 +165,7 @@ class Plan:
                 return
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("Plan: the first call must not be inside the capture of a CUDA graph")
-            with torch.inference_mode(False), torch.no_grad(), without_autocast():
+            with torch.inference_mode(False), torch.no_grad(), without_autocast(), without_rehearsal():
                 self._constants = self._fold(*self._tables)
             for device in {t.device for t in self._constants if t.is_cuda}:
                 torch.cuda.current_stream(device).synchronize()  # threads with other streams read them

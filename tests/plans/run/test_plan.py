@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from sdfastgn.kernels.common.compile_ahead import rehearsal
 from sdfastgn.kernels.product import packed
 from sdfastgn.plans.run import steps
 from tests.plans.run.graphs import Drawn
@@ -170,6 +171,21 @@ def test_constants_are_computed_once(counted):
         assert torch.equal(plan((x,)), x + 4 + torch.arange(4.0))
     assert counted.calls == 3
     assert [s.target for s in plan.steps] == ["aten.add.Tensor", "aten.add.Tensor"]
+
+
+def test_a_rehearsal_launches_the_kernels_of_constants(monkeypatch):
+    """A rehearsal launches no kernel that is not compiled yet, and constants are computed only once."""
+    rehearsals = []
+    monkeypatch.setattr(steps, "copy", lambda x: rehearsals.append(rehearsal.get()) or x.clone())
+    drawn = Drawn((4,))
+    constant = drawn.add(steps.copy, drawn.constant(torch.ones(4)))
+    plan = drawn.plan(drawn.add(aten.add.Tensor, drawn.inputs[0], constant))
+    token = rehearsal.set(object())
+    try:
+        assert torch.equal(plan((torch.zeros(4),)), torch.ones(4))
+    finally:
+        rehearsal.reset(token)
+    assert rehearsals == [None]
 
 
 def test_copies_of_tables_on_the_cpu_are_constants():
