@@ -89,8 +89,9 @@ def optimize(
             optimized, its image processor, and most schedulers (docs/coverage.md).
         strict: True raises a ValueError if anything must be skipped.
         cuda_graphs: ``"auto"`` captures the second call of a kind as a CUDA graph and replays it for later
-            ones, True the first, False none. ``"training"`` is ``"auto"``, and also captures calls with
-            gradients (docs/fusions.md, docs/training.md).
+            ones (in transformers only where Python is slower than the GPU), True the first, False none.
+            ``"training"`` is ``"auto"``, and also captures calls with gradients (docs/fusions.md,
+            docs/training.md).
         missing_ok: True returns ``obj`` unchanged if there is nothing to optimize. False raises an error for
             a module, and warns for a pipeline or a module that can get adapters.
         verify: True compares fused parts and plans with stock's code. Wrong ones get stock's code again, with
@@ -442,7 +443,8 @@ def _set_options(roots: Iterable[nn.Module], options: Options) -> None:
         former = planning.take_off(root) if graphs.has_graphable(root) else ()  # graphs may take their place
         graphs.install(root, options.cuda_graphs)
         trusted = frozenset(options.trust)
-        planning.install(root, options.plans, trusted, verifies=options.verify, former=former)
+        mode = options.cuda_graphs
+        planning.install(root, options.plans, trusted, mode, verifies=options.verify, former=former)
 
 
 def _prepare_triton(roots: Iterable[nn.Module]) -> None:

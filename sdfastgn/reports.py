@@ -194,9 +194,9 @@ class Report:
     def _graphable(self) -> list[str]:
         """Paths of modules whose calls would run as CUDA graphs after ``optimize``.
 
-        Empty if any module is fused: then ``optimize`` has been called already.
+        Empty if ``optimize`` has been called already.
         """
-        stock = () if self.fused else self.graphs
+        stock = () if self._has_optimized() else self.graphs
         return [g.path or g.kind for g in stock if g.mode == "False" and not g.eager]
 
     def _without_graphs(self) -> list[str]:

@@ -85,9 +85,7 @@ def take(name: str, component: Any, options: Options) -> Snapshot:
     modes = {
         module: graphed.mode
         for module in component.modules()
-        if is_graphable(module)
-        for _, graphed in graphs.inspect(module)
-        if graphed is not None
+        if (graphed := graphs.graphed_of(module)) is not None
     }
     followed = followed_in(component)
     trusted = plans.trusted_in(component)
@@ -147,12 +145,15 @@ def put_back(before: list[Snapshot], followed: Iterable[nn.Module]) -> list[tupl
             fp8_option.put_back(was.component, was.in_fp8)
         former = plans.take_off(was.component) if is_model else ()
         for module in was.component.modules() if is_model else ():
-            if is_graphable(module) and module not in was.modes:
+            is_graphed = is_graphable(module) or graphs.graphed_of(module) is not None
+            if is_graphed and module not in was.modes:
                 graphs.remove(module)
         for module, mode in was.modes.items():
             graphs.install(module, mode)
         if is_model:
-            plans.install(was.component, was.trusted is not None, was.trusted or frozenset(), former=former)
+            mode = was.modes.get(was.component, False)
+            trusted = was.trusted or frozenset()
+            plans.install(was.component, was.trusted is not None, trusted, mode, former=former)
         for module in was.component.modules() if is_model else ():
             (follow if module in was.followed else unfollow)(module)
     for model in followed:

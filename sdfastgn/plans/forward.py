@@ -9,7 +9,8 @@ A call takes these steps:
 3. If there is none, the call is traced, and the plan is made and runs. ``outcome.py`` keeps what the call
    returns besides tensors. ``state.py`` has the attributes of modules in which a call keeps tensors.
 4. Every other call runs the model's own code. The reason is counted, and the report shows it. If the reason
-   is in the model, modules inside get plans (``inside.py``).
+   is in the model, modules inside get plans (``inside.py``). The first call of some models fills tables.
+   After such a call the next one is traced.
 """
 
 from __future__ import annotations
@@ -19,17 +20,21 @@ import dataclasses
 import math
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.compile_ahead import without_rehearsal
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.garbage import without_collections
 from sdfastgn.patches.code.states import MAX_STATES, States, running
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
+from sdfastgn.patches.graphs.capture import is_idle
 from sdfastgn.patches.graphs.lora_scale import LoraScale
 from sdfastgn.patches.graphs.models import numbers_of, reason_without_graphs, switched
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
@@ -61,11 +66,24 @@ _NEW_KINDS = 16
 # A plan that was used again within so many calls makes no room for another. With 17 sizes in rotation, each
 # call would otherwise be a trace.
 _IN_USE = 128
+# A call is captured once the GPU was done before Python in so many calls of its kind in a row. Python may
+# take long in one call by chance, for instance because another thread runs.
+_IDLE_CALLS = 2
 # A kind of call is traced again once after a trace that failed: the first call of some models makes
 # attributes or fills caches, and the trace of a later call succeeds.
 _TRACES = 2
 # The (GPU, step, dtype) whose kernels this process has compiled for some plan.
 _COMPILED: set[tuple[torch.device, str, torch.dtype | None]] = set()
+# True inside of a call that may fill tables of the model: modules inside make no plans for it.
+_is_alone: ContextVar[bool] = ContextVar("sdfastgn_is_alone", default=False)
+
+
+class _Fills(Untraceable):
+    """Raised if the first call of a kind sets attributes of the model, such as tables for later calls."""
+
+    def __init__(self, reason: str, call: Call, plans: _Plans) -> None:
+        super().__init__(reason)
+        self.call, self.plans = call, plans
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,6 +94,7 @@ class _Made:
     baked: Baked
     outcome: Outcome
     last_use: int = 0  # number of the call; 0 if it was not used again
+    idle: int = 0  # number of the last calls in a row after which the GPU had nothing left to do
 
 
 class _Plans:
@@ -100,6 +119,9 @@ class _Plans:
 
     def find(self, key: Any) -> _Made | None:
         made = self.made.get(key)
+        if made is not None and not made.plan.is_current():
+            self.made = {kind: each for kind, each in self.made.items() if each.plan.is_current()}
+            return None
         if made is not None:
             made.last_use = self.seen
             self.new_kinds = 0
@@ -159,8 +181,10 @@ class PlannedForward(MethodEntry):
         replaces_entry: True if the module's ``__dict__`` already had an entry "forward" with the method of
             the module's own class.
         method: the name of the method that runs.
-        states: the states of the module's code, if other code has them already.
+        states: the states of the module's code, if a ``GraphedForward`` serves its calls.
         verifies: True compares each new plan with the module's own code once.
+        is_captured: True if CUDA graphs may capture all its calls. Then plans keep no tensors between calls,
+            and modules inside have none. False if they capture only what ``check_capturable`` allows.
 
     Attributes:
         calls: number of calls whose result came from a plan.
@@ -171,8 +195,8 @@ class PlannedForward(MethodEntry):
 
     # As in ``GraphedForward``: instances have no ``__dict__``, because accelerate's hooks would copy it.
     __slots__ = (
-        "_by_state", "_captured", "_compiled", "_is_captured", "_lock", "_policy", "_state", "_states",
-        "calls", "loads", "own", "replaces_entry", "traces", "trusted", "verifies",
+        "_by_state", "_captured", "_compiled", "_is_captured", "_is_timed", "_lock", "_policy", "_state",
+        "_states", "calls", "loads", "own", "replaces_entry", "traces", "trusted", "verifies",
     )  # fmt: skip
 
     def __init__(
@@ -183,6 +207,7 @@ class PlannedForward(MethodEntry):
         method: str = "forward",
         states: States | None = None,
         verifies: bool = False,
+        is_captured: bool = False,
     ) -> None:
         super().__init__(module, method)
         # torch.compile cannot read the method from a class that diffusers has allowed in graphs.
@@ -191,7 +216,8 @@ class PlannedForward(MethodEntry):
         self.trusted, self.replaces_entry = trusted, replaces_entry
         self._states = States(module) if states is None else states
         # A CUDA graph would not repeat what a call sets in modules, nor check the plans of modules inside.
-        self._is_captured = states is not None
+        self._is_captured = is_captured
+        self._is_timed = states is not None and not is_captured
         self._state = State()
         self._by_state: dict[tuple[int, State], _Plans] = {}
         self._captured: list[_Made] = []  # CUDA graphs read the constants of these plans
@@ -225,36 +251,87 @@ class PlannedForward(MethodEntry):
         module = self.module
         if torch.compiler.is_compiling():
             return self._compiled(module, *args, **kwargs)
-        if is_tracing():
+        if is_tracing() or _is_alone.get():
             return getattr(type(module), self.method)(module, *args, **kwargs)
+        first = None
+        try:
+            return self.by_plan(*args, **kwargs)
+        except (Unsupported, Untraceable) as error:
+            reason, first = str(error), error if isinstance(error, _Fills) else None
+        is_counted = reason in self.own or len(self.own) < _MAX_REASONS
+        self.own[reason if is_counted else "other reasons"] += 1
+        with running(bool(self._states.replaced(self._states.look()))):
+            if first is None:
+                return class_forward(module, self.method)(*args, **kwargs)
+            with self._filling(module, first.call, first.plans):
+                return class_forward(module, self.method)(*args, **kwargs)
+
+    def by_plan(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of a call, from its plan. Raises Unsupported or Untraceable if it has none."""
         found = None
         try:
             for _ in range(MAX_STATES):
-                found = self._find(module, args, kwargs)
+                found = self._find(self.module, args, kwargs)
                 results = self._run(found, args)
                 if results is not None:
                     plans, made, call, given, scale, _ = found
-                    if _is_capturing(call.device) and not any(made is each for each in self._captured):
+                    if not _is_capturing(call.device):
+                        self._time(made, call)
+                    elif not any(made is each for each in self._captured):
                         self._captured.append(made)
                     self.calls += 1
                     plans.calls += 1
                     result = made.outcome.deliver(results, args, given, call.tensors)
                     plans.state.store(given.get(STATE, {}))
-                    scale.end(module)
+                    scale.end(self.module)
                     return result
-            reason = "other code is replaced while it runs"
-        except (Unsupported, Untraceable) as error:
-            reason = str(error)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
             self.clear()
             self._policy.pause_without_memory()
             if found is not None and any(t is None for t in found.call.tensors):
                 raise  # some arguments are gone, as after an error in the model's own code
-            reason = NO_MEMORY
-        is_counted = reason in self.own or len(self.own) < _MAX_REASONS
-        self.own[reason if is_counted else "other reasons"] += 1
-        with running(bool(self._states.replaced(self._states.look()))):
-            return class_forward(module, self.method)(*args, **kwargs)
+            raise Unsupported(NO_MEMORY) from error
+        raise Unsupported("other code is replaced while it runs")
+
+    def _time(self, made: _Made, call: Call) -> None:
+        """Note whether the GPU was done before Python. Not for the call that made the plan, which is slow."""
+        if self._is_timed and made.last_use and made.idle < _IDLE_CALLS:
+            made.idle = made.idle + 1 if is_idle(call.device) else 0  # type: ignore[arg-type]
+
+    def check_capturable(self, args: Any, kwargs: Any, *, saves_time: bool) -> None:
+        """Raise Unsupported, with the reason, if no CUDA graph can repeat the plan of this call now.
+
+        ``saves_time``: True also raises it if Python was not seen to take longer than the GPU.
+        """
+        if self._state.names():
+            raise Unsupported("it keeps tensors for its next call")
+        plans = self._by_state.get((self._states.last(), self._state))
+        if plans is None:
+            raise Unsupported("it has no plan")
+        call, key = self._kind_of(self.module, args, plans.adapters.scale(self.module, kwargs).kwargs)
+        made = plans.made.get(key)
+        if made is None or not made.plan.is_current():
+            raise Unsupported("it has no plan")
+        if len(set(map(id, call.tensors))) < len(call.tensors):  # a graph has memory for each of them
+            raise Unsupported("a tensor occurs twice in its arguments")
+        if made.plan.copies_from_cpu:
+            raise Unsupported("its plan copies tensors from the CPU")
+        if saves_time and made.idle < _IDLE_CALLS:
+            raise Unsupported("so far the GPU has not waited for Python")
+        if not plans.guard.same():
+            raise Unsupported("the model has changed")
+
+    @contextmanager
+    def _filling(self, module: nn.Module, call: Call, plans: _Plans) -> Iterator[None]:
+        """A context for the first call of a kind, which may fill tables: that is no change of the model."""
+        token = _is_alone.set(True)
+        try:
+            yield
+        finally:
+            _is_alone.reset(token)
+        with self._lock:
+            if not plans.made and plans.guard.is_in_state() and not plans.guard.same():
+                plans.guard = self._guard(module, self._states.last(), call, plans.state, plans.adapters)
 
     def clear(self) -> None:
         """Drop all plans, and what was recorded of the module's state."""
@@ -432,7 +509,10 @@ class PlannedForward(MethodEntry):
                     self._by_state.clear()
                     return None
                 plans.refuse(key, str(error))
-                if len(plans.refused[key]) >= _TRACES and plans.guard.same():
+                if len(plans.refused[key]) < _TRACES:
+                    if error.sets_attributes:
+                        raise _Fills(str(error), call, plans) from error
+                elif plans.guard.same():
                     self._plan_inside(module, plans)
                 raise
             if not plans.guard.same():
@@ -482,9 +562,10 @@ class PlannedForward(MethodEntry):
     def _verify(self, module: nn.Module, call: Call, made: _Made, state: State) -> None:
         """Raise Untraceable if the plan differs from the module's own code by more than rounding explains."""
         own, planned = ([t.clone() for t in call.tensors] for _ in range(2))  # type: ignore[union-attr]
-        with running(bool(self._states.replaced(self._states.last()))), _same_random_numbers(call.device):
+        as_stock = bool(self._states.replaced(self._states.last()))
+        with without_rehearsal(), running(as_stock), _same_random_numbers(call.device):
             expected, _ = _run_own(module, call, state, self.method, own)
-        with _same_random_numbers(call.device):
+        with without_rehearsal(), _same_random_numbers(call.device):
             found = made.baked.run(planned)
         for a, b in zip((*found, *planned), (*expected, *own), strict=True):
             difference = _difference(a, b)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -21,8 +21,8 @@ from sdfastgn.patches.code.checked import entrances, stop_checking
 from sdfastgn.patches.code.states import States
 from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.graphs.forward import GraphedForward, Planner
-from sdfastgn.patches.graphs.install import has_graphable, outermost, place_in
-from sdfastgn.patches.graphs.models import numbers_of
+from sdfastgn.patches.graphs.install import graphed_of, outermost, place_in, set_mode
+from sdfastgn.patches.graphs.models import is_graphable, numbers_of
 from sdfastgn.patches.layout.left_alone import reason_of_cudnn
 from sdfastgn.patches.lora.adapters import is_adapted, takes_adapters
 from sdfastgn.patches.swap.class_forward import class_forward, replace_kept
@@ -103,12 +103,12 @@ def is_convolutional(root: nn.Module) -> bool:
 def _has_adaptive_norms(root: nn.Module) -> bool:
     """True if ``root`` is a transformer with norms without parameters, which its code modulates.
 
-    Its only convolutions cut an image or video into patches, and it has no CUDA graphs.
+    Its only convolutions cut an image or video into patches, and no graphs are made of its own code.
     """
     if (
-        has_graphable(root)
+        not any(map(_is_norm_without_parameters, root.modules()))
         or not _has_most_weights(root, (nn.Linear,))
-        or not any(map(_is_norm_without_parameters, root.modules()))
+        or any(map(is_graphable, root.modules()))
     ):
         return False
     convolutions = [m for m in root.modules() if isinstance(m, _ConvNd)]
@@ -173,8 +173,12 @@ def fused_blocks_pay(root: nn.Module, blocks: Sequence[patcher.Finding]) -> bool
 
 
 def trusted_in(root: nn.Module) -> frozenset[str] | None:
-    """The packages that plans in ``root`` trust; None if no module in ``root`` has a ``PlannedForward``."""
+    """The packages that plans in ``root`` trust; None if no module in ``root`` has plans."""
     found = [planned.trusted for module in root.modules() if (planned := _planned(module)) is not None]
+    for _, module in outermost(root):
+        graphed = graphed_of(module)
+        maker = graphed.planner.make if graphed is not None and graphed.planner is not None else None
+        found += [maker.trusted] if isinstance(maker, _Maker) else []
     return frozenset().union(*found) if found else None
 
 
@@ -182,6 +186,7 @@ def install(
     root: nn.Module,
     is_on: bool,
     trusted: frozenset[str] = frozenset(),
+    cuda_graphs: str | bool = False,
     *,
     verifies: bool = False,
     former: Sequence[PlannedForward] = (),
@@ -189,17 +194,26 @@ def install(
     """Give ``root`` and its children a ``PlannedForward`` each, if ``root`` gets plans. Else remove them.
 
     A pipeline may call the children of a model by themselves: an autoencoder's ``decode`` calls its decoder.
-    A module with CUDA graphs gets a ``Planner`` instead. ``former``: what ``take_off`` has returned, with its
-    plans.
+    A module with CUDA graphs gets a ``Planner`` instead. ``cuda_graphs``: the mode of the graphs that a
+    transformer gets with its plans. ``former``: what ``take_off`` has returned, with its plans.
     """
+    has_fp8 = fp8.is_allowed(root)  # plans have no such products
+    can_have = is_on and not has_fp8 and reason_of_cudnn(root) is None
+    has_plans = can_have and gets_plans(root)
+    is_transformer = (has_plans or graphed_of(root) is not None) and _has_adaptive_norms(root)
+    if is_transformer and has_plans:
+        if cuda_graphs is not False and graphed_of(root) is None:
+            former = [*former, *take_off(root)]  # graphs take the place of the plans of ``root``
+        set_mode(root, cuda_graphs)
+    elif is_transformer:
+        set_mode(root, False)
     graphed_modules = set()
     for _, module in outermost(root):
         for graphed in GraphedForward.of(module):
             graphed_modules.add(module)
-            _set_planner(module, graphed, _Maker(trusted, verifies) if is_on else None)
-    has_fp8 = fp8.is_allowed(root)  # plans have no such products
-    pays = gets_plans(root) or (not graphed_modules and _is_called_each_step(root))
-    if not is_on or has_fp8 or not pays or reason_of_cudnn(root) is not None:
+            maker = _Maker(trusted, verifies) if is_on else None
+            _set_planner(module, graphed, maker, is_required=is_transformer and module is root)
+    if not has_plans and not (can_have and not graphed_modules and _is_called_each_step(root)):
         remove(root)
         return
     for module in root.modules():  # also those that have plans because of a boundary
@@ -222,15 +236,18 @@ def install(
             stop_checking([module])  # the ``PlannedForward`` compares the code
 
 
-def _set_planner(module: nn.Module, graphed: GraphedForward, maker: _Maker | None) -> None:
+def _set_planner(module: nn.Module, graphed: GraphedForward, maker: _Maker | None, is_required: bool) -> None:
     """Let ``graphed`` run plans where ``module`` runs no fused blocks. ``maker``: None for no plans."""
     planner = None
     # Another method than ``forward`` is a loop over frames that keeps state. The children that it calls have
     # plans, which serve any number of frames.
     has_plans = graphed.method == "forward" and any(isinstance(m, CONVOLUTIONS) for m in module.modules())
-    if maker is not None and has_plans:
+    if maker is not None and is_required:
+        planner = Planner(maker, is_always=True, is_required=True)
+    elif maker is not None and has_plans:
         blocks = _blocks_in(module)
         is_planned = bool(blocks) or is_convolutional(module)
+        maker = replace(maker, is_captured=True)
         planner = Planner(maker, is_planned and not fused_blocks_pay(module, blocks))
     if planner != graphed.planner:
         graphed.clear()
@@ -243,10 +260,11 @@ class _Maker:
 
     trusted: frozenset[str]
     verifies: bool
+    is_captured: bool = False
 
     def __call__(self, module: nn.Module, method: str, states: States) -> PlannedForward:
-        options = {"method": method, "states": states, "verifies": self.verifies}
-        return PlannedForward(module, self.trusted, **options)  # type: ignore[arg-type]
+        options = {"method": method, "states": states, **vars(self)}
+        return PlannedForward(module, **options)
 
 
 def remove(root: nn.Module) -> None:
@@ -269,7 +287,9 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[Planned]:
         yield _described(path, module, _planned(module))
     for path, module in outermost(root, prefix):
         for graphed in GraphedForward.of(module):
-            for planned in graphed.planned:
+            planner = graphed.planner
+            waiting = [None] if planner is not None and planner.is_required else []  # not called yet
+            for planned in graphed.planned or waiting:
                 yield _described(path, module, planned)
     if not found and gets_plans(root):
         reasons = {"it is compiled by torch.compile": 0} if is_compiled(root) else {}

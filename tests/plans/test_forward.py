@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import sdfastgn
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.compile_ahead import rehearsal
 from sdfastgn.plans import forward as planned_forward
 from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.run.bake import Baked
@@ -231,6 +232,44 @@ def test_few_plans_are_kept(pair, monkeypatch):
     for size in (5, 7, 9, 6):
         agree(model(image(size=size)), stock(image(size=size)))
     assert (len(planned(model).plans), planned(model).traces) == (2, 4)  # 6 was used again, so it stayed
+
+
+def test_a_plan_whose_tables_were_written_is_made_anew(pair, monkeypatch):
+    model, stock = pair
+    agree(model(image(size=9)), stock(image(size=9)))
+    before = planned(model).plans
+    monkeypatch.setattr(Plan, "is_current", lambda plan: not any(plan is each for each in before))
+    follows_stock(model, stock)
+    assert (planned(model).traces, len(planned(model).plans), planned(model).own) == (3, 1, {})
+
+
+class Table:
+    rows = None
+
+    def sum(self):
+        if self.rows is None:
+            self.rows = [torch.arange(4.0)]
+        return self.rows[0].sum()
+
+
+class FillsATable(Net):
+    def __init__(self):
+        super().__init__()
+        self.table = Table()
+
+    def forward(self, x):
+        return super().forward(x) + self.table.sum()
+
+
+def test_a_table_is_filled_without_a_change_of_the_model():
+    stock = net(FillsATable)
+    model = sdfastgn.optimize(copy.deepcopy(stock), trust=("tests",))
+    follows_stock(model, stock, seeds=range(4))
+    assert (planned(model).traces, planned(model).calls, planned(model).last_change) == (2, 3, "")
+    assert len(planned(model).own) == 1
+    assert (planned(model.blocks).traces, planned(model.blocks).own) == (0, {})
+    model.blocks(noise(1, 8, 6, 5))
+    assert planned(model.blocks).calls == 1
 
 
 def test_more_sizes_than_plans_in_rotation(monkeypatch):
@@ -495,11 +534,18 @@ def test_verified_plans(monkeypatch):
     follows_stock(model, stock)
     assert (len(planned(model).plans), planned(model).own) == (1, {})
     run = planned_forward.Baked.run
+    rehearsals = []
+    note = lambda self, *xs, **given: rehearsals.append(rehearsal.get()) or run(self, *xs, **given)  # noqa: E731
+    monkeypatch.setattr(planned_forward.Baked, "run", note)
+    token = rehearsal.set(object())
+    model(image(size=5))
+    rehearsal.reset(token)
+    assert not any(rehearsals[:-1])  # the last one is the call itself
     monkeypatch.setattr(planned_forward.Baked, "run", lambda self, xs: [1.01 * y for y in run(self, xs)])
     with torch.no_grad():
         for _ in range(3):
             agree(model(image(size=9)), stock(image(size=9)))
-    assert (len(planned(model).plans), planned(model).traces) == (1, 2)
+    assert (len(planned(model).plans), planned(model).traces) == (2, 3)
     assert list(planned(model).own) == ["its plan differs from its own code by 1.0e-02"]
 
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 import sdfastgn
-from sdfastgn.plans.forward import PlannedForward
+from sdfastgn.patches.swap.instance_entries import InstanceEntry
 from sdfastgn.plans.install import gets_plans
 from sdfastgn.plans.run.bake import Baked
 from tests.kernels.samples import kernels
@@ -46,6 +46,12 @@ def agree(call, model, stock, seed):
     assert max(map(relative, found, expected)) <= TOLERANCE
 
 
+def planned(model):
+    """What runs the calls of the whole ``model`` by plans."""
+    (found,) = vars(model)["forward"].planned
+    return found
+
+
 @pytest.mark.parametrize("name", PLANNED)
 def test_the_whole_model_is_one_plan(name):
     call = CALL[name]
@@ -61,9 +67,10 @@ def test_the_whole_model_is_one_plan(name):
     assert STEPS.get(name, {}).items() <= found.steps.items()
     twin = copy.deepcopy(model)
     agree(call, twin, stock, 2)
-    assert vars(twin)["forward"].calls
+    assert planned(twin).calls
     sdfastgn.restore(model)
-    assert not any(isinstance(vars(part).get("forward"), PlannedForward) for part in model.modules())
+    entries = [vars(part).get("forward") for part in model.modules()]
+    assert not any(isinstance(entry, InstanceEntry) for entry in entries)
     same = (call.run(each, **call.drawn(3)) for each in (model, stock))
     assert all(map(torch.equal, *same))
 
@@ -113,6 +120,21 @@ def test_blocks_have_plans_where_the_model_reads_values():
     assert "" not in calls
 
 
+def test_a_first_call_that_fills_tables_makes_no_plans_inside():
+    call = CALL["ZImageTransformer2DModel"]
+    model = call.model()
+    stock = copy.deepcopy(model)
+    sdfastgn.optimize(model)
+    agree(call, model, stock, 0)
+    assert model.rope_embedder.freqs_cis is not None
+    assert planned(model).own
+    agree(call, model, stock, 1)
+    found = {each.path: each for each in sdfastgn.report(model).plans}
+    whole = found.pop("")
+    assert (whole.traces, whole.plans, whole.calls, whole.last_change) == (2, 1, 1, "")
+    assert not sum(each.traces for each in found.values())
+
+
 def test_changes_of_the_model_are_noticed():
     call = CALL["FluxTransformer2DModel"]
     model = call.model()
@@ -125,8 +147,8 @@ def test_changes_of_the_model_are_noticed():
         each.proj_out.weight.data = each.proj_out.weight.data * 2
     for seed in (1, 2, 3):
         agree(call, model, stock, seed)
-    assert vars(model)["forward"].calls == 3
-    assert "eps" in vars(model)["forward"].last_change
+    assert planned(model).calls == 3
+    assert "eps" in planned(model).last_change
 
 
 def test_text_encoders_stay_as_they_are():

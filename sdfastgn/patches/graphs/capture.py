@@ -37,6 +37,7 @@ __all__ = [
     "Handle",
     "backend_of",
     "capture_call",
+    "is_idle",
     "pool_sizes",
     "run_on_copies",
 ]
@@ -152,7 +153,8 @@ class Graph:
 
 def capture_call(
     kind: type[AnyGraph],
-    forward: Any,
+    module: nn.Module,
+    forward: Callable[..., Any],
     call: Call,
     backend: Backend,
     watch_of_now: Callable[[], Watch],
@@ -164,7 +166,8 @@ def capture_call(
 
     Args:
         kind: the class of the graph.
-        forward: the method that is captured, bound to its module, or what runs it by plans.
+        module: the module whose state the graph depends on.
+        forward: runs the call: the module's bound method, or what runs it by plans.
         call: the arguments. The graph gets copies of them.
         backend: the backend of the device of ``call``.
         watch_of_now: returns a ``Watch`` that records the present state of the module. It is called just
@@ -180,7 +183,6 @@ def capture_call(
             into tensors. Two changes are allowed: the forward may set the attributes ``scratch``, and may
             take items from the front of a list, which can be repeated after a replay.
     """
-    module: Any = forward.__self__
     buffers = _buffers_of(call, backend)
     left: list[int] = []
 
@@ -203,8 +205,7 @@ def capture_call(
     watch = watch_of_now()
     with backend.ordered(), backend.allocating():
         watch.factors.allocate(call.device)  # type: ignore[arg-type]
-    versions, writes = [buffer._version for buffer in buffers], watch.writes()
-    graph = None
+    versions, writes, graph = [buffer._version for buffer in buffers], watch.writes(), None
     try:
         with backend.ordered(), frozen(), watch.factors.captured(), _without(module, scratch):
             graph = kind(module, buffers, run, backend, watch)
@@ -217,7 +218,8 @@ def capture_call(
     # The capture failed although an earlier call of this kind had warmed up. Since then the model or the
     # alignment of a tensor may have changed. So the capture is tried once more, with a warm-up.
     if graph is None:
-        return capture_call(kind, forward, call, backend, watch_of_now, is_warm=False, scratch=scratch)
+        given = kind, module, forward, call, backend, watch_of_now
+        return capture_call(*given, is_warm=False, scratch=scratch)
     _refuse_writes(watch, module, writes, versions != [buffer._version for buffer in buffers])
     return graph
 
@@ -443,6 +445,11 @@ def pool_sizes() -> Counter[tuple[int, ...]]:
         sizes[tuple(segment["segment_pool_id"])] += segment["total_size"]
     del sizes[_NO_POOL]
     return sizes
+
+
+def is_idle(device: torch.device) -> bool:
+    """True if ``device`` has done all work of the current stream. Must not be called during a capture."""
+    return device.type != "cuda" or torch.cuda.current_stream(device).query()
 
 
 _backends: dict[torch.device, CudaBackend] = {}

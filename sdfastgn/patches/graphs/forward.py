@@ -10,6 +10,7 @@ A call takes these steps, each in its own file:
    compares the code on which the call depends. If parts of it were replaced, the result is discarded, and
    another ``GraphedForward`` serves the call: there is one for each state of the code. Where fused blocks
    would ignore what was replaced, a ``Planner`` runs the model's own code by plans, also in captures.
+   Transformers become graphs by plans only.
 3. If there is no graph, ``policy.py`` decides whether ``capture.py`` captures the call now. A model that
    draws random numbers is not captured (``random_numbers.py``).
 4. Every other call runs eagerly. The reason for this is counted, and the report shows it.
@@ -33,7 +34,14 @@ from sdfastgn.kernels.common.garbage import without_collections
 from sdfastgn.patches.code.states import States, running
 from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
-from sdfastgn.patches.graphs.capture import Backend, Graph, backend_of, capture_call, run_on_copies
+from sdfastgn.patches.graphs.capture import (
+    AnyGraph,
+    Backend,
+    Graph,
+    backend_of,
+    capture_call,
+    run_on_copies,
+)
 from sdfastgn.patches.graphs.lora_scale import LoraScale
 from sdfastgn.patches.graphs.models import (
     is_harmless,
@@ -50,7 +58,7 @@ from sdfastgn.patches.graphs.store import Store
 from sdfastgn.patches.graphs.training import Flags, TrainingGraph
 from sdfastgn.patches.graphs.watch import Watch
 from sdfastgn.patches.lora.adapter_survey import Survey
-from sdfastgn.patches.lora.merged_adapters import give_back, scaled
+from sdfastgn.patches.lora.merged_adapters import adopt_new, give_back, scaled
 from sdfastgn.patches.offload.repeated import until_it_fits
 from sdfastgn.patches.swap.class_forward import MethodEntry, class_forward
 
@@ -92,10 +100,13 @@ class Planner(NamedTuple):
         make: makes what runs the calls, of (the module, the name of the method, the states of its code).
         is_always: True if the module has no fused blocks. False if plans run only while code is replaced that
             fused blocks would ignore.
+        is_required: True if only plans become graphs, and only if Python takes longer than the GPU. False if
+            the module's own code may be captured where it has no plan.
     """
 
     make: Callable[[nn.Module, str, States], Any]
     is_always: bool
+    is_required: bool = False
 
 
 class _Current(NamedTuple):
@@ -374,6 +385,10 @@ class GraphedForward(MethodEntry):
         """True if plans run the calls. ``as_stock``: True if fused blocks would ignore replaced code."""
         return self.planner is not None and (as_stock or self.planner.is_always)
 
+    @property
+    def _needs_plan(self) -> bool:
+        return self.planner is not None and self.planner.is_required
+
     def _runner(self, module: nn.Module, as_stock: bool) -> Any:
         """The method of the module's class, or what runs it by plans."""
         if self.planner is None or not self._is_planned(as_stock):
@@ -435,6 +450,8 @@ class GraphedForward(MethodEntry):
         Raises Unsupported, with the reason, if the call must run eagerly.
         """
         store = self._store
+        if self._needs_plan:
+            adopt_new(module)
         reason = "they are turned off" if self.mode is False else self._reason_now(module)
         if self._states.are_too_many:
             reason = "other code replaces and puts back what it runs, in too many ways"
@@ -444,6 +461,8 @@ class GraphedForward(MethodEntry):
             # This comes before the arguments are looked at, because in a pause a call must take hardly longer
             # than a call of a model without graphs.
             self._policy.check_pause()
+            if self._needs_plan and self.mode is not True and not self._runner(module, as_stock).plans:
+                raise Unsupported("it has no plan")
         survey = store.survey or (Survey(module, False) if as_stock else self._survey_of(module))
         scale = LoraScale(module, kwargs, survey)
         call = Call(args, scale.kwargs, numbers_of(module) or {})
@@ -474,7 +493,8 @@ class GraphedForward(MethodEntry):
                 store.replayed(key, call)
                 scale.end(module)
                 return output
-        self._rehearse(current)  # without the lock, so that other threads can use graphs
+        if not self._needs_plan:  # whether such a call will ever be captured is not known yet
+            self._rehearse(current)  # without the lock, so that other threads can use graphs
         raise Unsupported("first call of its kind")
 
     # ---- methods that ``_TrainingForward`` overrides
@@ -508,7 +528,7 @@ class GraphedForward(MethodEntry):
         its adapters have changed since the capture.
         """
         store, survey = self._store, current.survey
-        graph, watch = store.find(current.key), store.watch
+        graph, watch = self._find(current.key), store.watch
         if graph is None or watch is None or not watch.is_in_place():
             return None
         is_current = survey.has_same_settings(current.scale.factor) and watch.factors.are_written()
@@ -531,7 +551,7 @@ class GraphedForward(MethodEntry):
         self._check_code(current.as_stock)
         self._check_model(current)
         current.refresh_fp8()
-        graph = self._store.find(key)
+        graph = self._find(key)
         if graph is not None:
             return graph.run(current.call, current.backend)
         policy.forget_if_moved(module)
@@ -543,7 +563,19 @@ class GraphedForward(MethodEntry):
             self._rehearse(current)
         elif self.mode is not True:
             policy.check_offloaded(key, module)
+        if self._needs_plan:
+            args, kwargs = current.call.rebuild(current.call.tensors)  # type: ignore[arg-type]
+            current.forward.check_capturable(args, kwargs, saves_time=self.mode is not True)
+            self._rehearse(current)
         return self._capture(current)
+
+    def _find(self, key: Any) -> AnyGraph | None:
+        """The graph for calls of kind ``key``. It is dropped if constants of its plans are outdated."""
+        graph = self._store.find(key)
+        if graph is not None and not all(plan.is_current() for plan in graph.kept or ()):
+            self._store.drop(key)
+            return None
+        return graph
 
     def _capture(self, current: _Current) -> Any:
         """Capture the call, replay its graph once and return the result.
@@ -566,7 +598,8 @@ class GraphedForward(MethodEntry):
                 self._check_code(current.as_stock)
                 graph = capture_call(
                     self._kind,
-                    current.forward,
+                    module,
+                    current.forward.by_plan if self._needs_plan else current.forward,
                     call,
                     backend,
                     partial(self._watch_of, current),
@@ -578,7 +611,7 @@ class GraphedForward(MethodEntry):
                 if self._key_of(module, call) != key:  # another thread has switched a part of the module
                     raise _Outdated
                 store.add(key, graph)
-                if takes_gigabytes(module) and not backend.has_room():
+                if (self._needs_plan or takes_gigabytes(module)) and not backend.has_room():
                     raise Unsupported(NO_MEMORY)
                 policy.captured(key)
                 return graph.run(call, backend)

@@ -1,5 +1,7 @@
 """Turns CUDA graphs on and off for models of the classes that ``models.py`` lists ("graphable" modules).
 
+``set_mode`` does the same for any module. A module with graphs counts as graphable.
+
 To turn graphs on, ``install`` puts a ``GraphedForward`` under the key "forward" into the module's
 ``__dict__``. There it replaces the ``forward`` of the class. The class itself stays the same, because
 ``save_pretrained`` writes its name and pipelines look it up. In some autoencoders the key is the name of
@@ -36,12 +38,14 @@ __all__ = [
     "INFERENCE_MODES",
     "MODES",
     "Graphs",
+    "graphed_of",
     "has_graphable",
     "inspect",
     "install",
     "outermost",
     "place_in",
     "remove",
+    "set_mode",
     "sharing",
     "wait_for_gpus",
 ]
@@ -95,24 +99,29 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
     if mode is not False and reason_of_cudnn(root) is not None:
         mode = False
     for _, module in list(outermost(root)):
-        if mode is not False and method_of(module) == "forward":
-            stop_checking(module.modules())
-        for inner in module.modules():
-            if inner is not module and _graphed(inner) is not None:  # ``optimize(inner)`` was called before
-                _take_off(inner)
-        graphed = _graphed(module)
-        if mode is False or (graphed is not None and (graphed.mode, backend) != (mode, None)):
-            _take_off(module)
-            graphed = None
-        place = place_in(module)
-        if mode is not False and graphed is None and place is not None:
-            own, name = place in vars(module), method_of(module)
-            vars(module)[place] = GraphedForward(module, mode, backend, own, name, scratch_of(module))
-            guard(module)
-        # A model with convolutions has an entry that does more (``channels_last.py``).
-        if _graphed(module) is not None:
-            follow(module)
+        set_mode(module, mode, backend)
     check_calls(root, [module for _, module in outermost(root) if _compares_calls(module)])
+
+
+def set_mode(module: nn.Module, mode: str | bool, backend: Backend | None = None) -> None:
+    """Give ``module`` a ``GraphedForward``, whatever its class is, or remove it if ``mode`` is False."""
+    if mode is not False and method_of(module) == "forward":
+        stop_checking(module.modules())
+    for inner in module.modules():
+        if inner is not module and graphed_of(inner) is not None:  # ``optimize(inner)`` was called before
+            _take_off(inner)
+    graphed = graphed_of(module)
+    if mode is False or (graphed is not None and (graphed.mode, backend) != (mode, None)):
+        _take_off(module)
+        graphed = None
+    place = place_in(module)
+    if mode is not False and graphed is None and place is not None:
+        own, name = place in vars(module), method_of(module)
+        vars(module)[place] = GraphedForward(module, mode, backend, own, name, scratch_of(module))
+        guard(module)
+    # A model with convolutions has an entry that does more (``channels_last.py``).
+    if graphed_of(module) is not None:
+        follow(module)
 
 
 def remove(root: nn.Module) -> None:
@@ -147,7 +156,7 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
     # ``reason_of_cudnn`` walks through the whole model, so it is called at most once.
     why_left = functools.cache(functools.partial(reason_of_cudnn, root))
     for path, module in outermost(root, prefix):
-        graphed, kind = _graphed(module), type(module).__name__
+        graphed, kind = graphed_of(module), type(module).__name__
         reasons = {"it is compiled by torch.compile": 0} if is_compiled(module) else {}
         if graphed is not None:
             yield _described(path, kind, str(graphed.mode), graphed, reasons), graphed
@@ -176,7 +185,7 @@ def outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]
         if id(module) in seen:
             continue
         seen.add(id(module))
-        if is_graphable(module) or _graphed(module) is not None:
+        if is_graphable(module) or graphed_of(module) is not None:
             yield path, module
         else:
             children = (
@@ -204,10 +213,11 @@ def place_in(module: nn.Module) -> str | None:
 
 def _compares_calls(module: nn.Module) -> bool:
     """True if a ``GraphedForward`` runs all calls of ``module``, so that it compares their code."""
-    return _graphed(module) is not None and method_of(module) == "forward"
+    return graphed_of(module) is not None and method_of(module) == "forward"
 
 
-def _graphed(module: nn.Module) -> GraphedForward | None:
+def graphed_of(module: nn.Module) -> GraphedForward | None:
+    """The ``GraphedForward`` of ``module``, or None."""
     # accelerate's hooks move the entry "forward" of a module's ``__dict__`` to ``_old_forward``.
     for name in (method_of(module), "_old_forward"):
         value = vars(module).get(name)

@@ -4,7 +4,8 @@ A plan runs steps only, and none of the model's Python. It looks up parameters a
 call. So it sees every change of them: writes, ``.data = ...``, ``load_state_dict(assign=True)``, moves.
 
 Constants are computed once, at the first call. A constant is a value that depends on no input, no parameter
-and no random number.
+and no random number. It may depend on tensors from elsewhere that are on the CPU, such as a table that the
+model's code copies to the GPU in each call. When somebody writes into such a tensor, ``is_current`` is False.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ class Plan:
         graph: its placeholders are the parameters, the others, the constants and the inputs. Parameters and
             others that no step reads are left out. It has no ``get_attr``.
         parameters: for each parameter or buffer, the dict of its module that has it, and its name there.
-        others: tensors from elsewhere.
+        others: tensors from elsewhere, except those that only constants are computed from.
         steps: one record a step.
         writes: True if a run writes into arguments, parameters or others.
         draws: True if a run draws random numbers.
+        copies_from_cpu: True if a run copies tensors from the CPU to another device.
     """
 
     def __init__(self, traced: Traced, graph: fx.Graph) -> None:
@@ -65,21 +67,30 @@ class Plan:
         self.parameters = list(read.values())
         pairs = zip(placeholders[count[0] : count[1]], traced.others, strict=True)
         others = {n: t for n, t in pairs if _is_read(n)}
-        self.others = list(others.values())
         inputs = placeholders[count[1] :]
         self._inputs = [(n.meta["shape"], n.meta["dtype"], n.meta["device"]) for n in inputs]
         written = {n.args[0] for n in graph.nodes if n.target is aten.copy_.default}
+        first_input = inputs[0] if inputs else None
+        tables = [n for n, t in others.items() if n not in written and _is_table(t, inputs)]
+        self._fold, tables = _split_constants(traced.graph, graph, first_input, tables)
+        self._tables = [others[n] for n in tables]
+        self._versions = [t._version for t in self._tables]
+        self._constants: list[Tensor] = []
+        others = {n: t for n, t in others.items() if _is_read(n)}
+        self.others = list(others.values())
         self._written = [i for i, n in enumerate(inputs) if n in written]
         self._held_written = [i for i, n in enumerate([*read, *others]) if n in written]
-        first_input = inputs[0] if inputs else None
-        self._fold: Callable[[], list[Tensor]] | None = _split_constants(traced.graph, graph, first_input)
-        self._constants: list[Tensor] = []
         self._lock = threading.Lock()
         self._rows = _rows_of_products(graph, read)
         self.graph = graph
         self.steps: list[Step] = steps_of(graph)
         self.writes = bool(written)
         self.draws = any(n.target in DRAWN for n in graph.nodes)
+        self.copies_from_cpu = any(map(_copies_from_cpu, graph.nodes))
+
+    def is_current(self) -> bool:
+        """False if somebody has written into a tensor on the CPU from which constants were computed."""
+        return [t._version for t in self._tables] == self._versions
 
     @functools.cached_property
     def _forward(self) -> Callable[..., list[Any]]:
@@ -162,7 +173,7 @@ class Plan:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("Plan: the first call must not be inside the capture of a CUDA graph")
             with torch.inference_mode(False), torch.no_grad(), without_autocast(), without_rehearsal():
-                self._constants = self._fold()
+                self._constants = self._fold(*self._tables)
             for device in {t.device for t in self._constants if t.is_cuda}:
                 torch.cuda.current_stream(device).synchronize()  # threads with other streams read them
             self._fold = None
@@ -180,6 +191,22 @@ def _is_read(n: Node) -> bool:
     return True
 
 
+def _is_table(t: Tensor, inputs: Sequence[Node]) -> bool:
+    """True if ``t`` is on the CPU, unlike ``inputs``, and counts what is written into it."""
+    is_elsewhere = bool(inputs) and all(n.meta["device"].type != "cpu" for n in inputs)
+    return is_elsewhere and t.device.type == "cpu" and not t.is_inference()
+
+
+def _copies_from_cpu(n: Node) -> bool:
+    if n.op != "call_function" or "device" not in n.meta or n.meta["device"].type == "cpu":
+        return False
+    return any(
+        a.meta["device"].type == "cpu" and (a.meta["shape"] or n.target is aten._to_copy.default)
+        for a in n.all_input_nodes
+        if "device" in a.meta
+    )
+
+
 def _rows_of_products(graph: fx.Graph, parameters: dict[Node, _Place]) -> list[list[list[_Place]]]:
     """For each ``linears``: the parameters that should be side by side, as [weights] or [weights, biases]."""
     found = []
@@ -191,18 +218,18 @@ def _rows_of_products(graph: fx.Graph, parameters: dict[Node, _Place]) -> list[l
 
 
 def _split_constants(
-    root: fx.GraphModule, graph: fx.Graph, first_input: Node | None
-) -> Callable[[], list[Tensor]] | None:
+    root: fx.GraphModule, graph: fx.Graph, first_input: Node | None, tables: list[Node]
+) -> tuple[Callable[..., list[Tensor]] | None, list[Node]]:
     """Makes placeholders of the constants in ``graph``, before ``first_input``.
 
-    Returns the function that computes them, or None if there are none.
+    Returns the function that computes them, or None if there are none; and those of ``tables`` that it takes.
     """
-    constants = _guarded(graph, _constants(graph))
+    constants = _guarded(graph, _constants(graph, tables))
     own = fx.Graph()
     copies: dict[Node, Node] = {}
     for n in constants:
         copies[n] = own.node_copy(n, copies.__getitem__)
-    read = [n for n in constants if any(u not in constants for u in n.users)]
+    read = [n for n in constants if n.op != "placeholder" and any(u not in constants for u in n.users)]
     own.output([copies[n] for n in read])
     after = first_input or next(n for n in graph.nodes if n.op != "placeholder")
     for i, n in enumerate(read):
@@ -211,13 +238,14 @@ def _split_constants(
         constant.meta = dict(n.meta)
         n.replace_all_uses_with(constant, delete_user_cb=lambda user: user not in constants)
     for n in reversed(constants):
-        graph.erase_node(n)
-    return fx.GraphModule(root, own).forward if read else None
+        if n.op != "placeholder":
+            graph.erase_node(n)
+    return fx.GraphModule(root, own).forward if read else None, [n for n in tables if n in copies]
 
 
-def _constants(graph: fx.Graph) -> list[Node]:
-    """The constants of ``graph``, in order."""
-    found: dict[Node, None] = {}
+def _constants(graph: fx.Graph, tables: list[Node]) -> list[Node]:
+    """The constants of ``graph``, and those of ``tables`` that they are computed from, in order."""
+    found: dict[Node, None] = dict.fromkeys(tables)
     for n in graph.nodes:
         is_folded = (
             n.op == "call_function"
@@ -230,6 +258,9 @@ def _constants(graph: fx.Graph) -> list[Node]:
             found[n] = None
     for n in reversed(found.copy()):  # a constant has no repeated elements: the plan repeats them, as a view
         if n.target is steps.expand and not any(u in found for u in n.users):
+            del found[n]
+    for n in tables:
+        if not any(u in found for u in n.users):
             del found[n]
     return [n for n in found if not _is_overwritten(n, found)]
 

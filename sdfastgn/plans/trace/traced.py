@@ -16,11 +16,15 @@ class Untraceable(Exception):  # noqa: N818  # no error for callers: they run up
     Attributes:
         kept: module -> names of its attributes that the call changes, if it keeps tensors in some of them,
             and changes no other objects.
+        sets_attributes: True if this is the only kind of reason: the call sets attributes of the model, or of
+            objects in it.
     """
 
-    def __init__(self, reason: str, kept: Mapping[nn.Module, set[str]] | None = None) -> None:
+    def __init__(
+        self, reason: str, kept: Mapping[nn.Module, set[str]] | None = None, sets_attributes: bool = False
+    ) -> None:
         super().__init__(reason)
-        self.kept = kept or {}
+        self.kept, self.sets_attributes = kept or {}, sets_attributes
 
 
 class Traced(NamedTuple):

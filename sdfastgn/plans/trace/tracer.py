@@ -64,12 +64,14 @@ def trace(
             traced = tracer.traced(call, args, kwargs)
         except Exception as error:
             reasons.append(reason_of(error))
+        sets_attributes = not reasons
         reasons += state.restore()
+        sets_attributes = sets_attributes and bool(state.changed)
         made = tracer.made
         tracer.let_go()
         reasons += kept(made)
     if reasons or traced is None:
-        raise Untraceable(reasons[0], state.kept())
+        raise Untraceable(reasons[0], state.kept(), sets_attributes)
     return traced
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from sdfastgn.kernels.common import compile_ahead
+from sdfastgn.kernels.common.compile_ahead import rehearsal
 from sdfastgn.kernels.product import packed
 from sdfastgn.plans.run import steps
 from tests.kernels.samples import kernels
@@ -174,6 +175,63 @@ def test_constants_are_computed_once(counted):
         assert torch.equal(plan((x,)), x + 4 + torch.arange(4.0))
     assert counted.calls == 3
     assert [s.target for s in plan.steps] == ["aten.add.Tensor", "aten.add.Tensor"]
+
+
+def test_a_rehearsal_launches_the_kernels_of_constants(monkeypatch):
+    """A rehearsal launches no kernel that is not compiled yet, and constants are computed only once."""
+    rehearsals = []
+    monkeypatch.setattr(steps, "copy", lambda x: rehearsals.append(rehearsal.get()) or x.clone())
+    drawn = Drawn((4,))
+    constant = drawn.add(steps.copy, drawn.constant(torch.ones(4)))
+    plan = drawn.plan(drawn.add(aten.add.Tensor, drawn.inputs[0], constant))
+    token = rehearsal.set(object())
+    try:
+        assert torch.equal(plan((torch.zeros(4),)), torch.ones(4))
+    finally:
+        rehearsal.reset(token)
+    assert rehearsals == [None]
+
+
+def test_copies_of_tables_on_the_cpu_are_constants():
+    table, scale = torch.randn(6, 4), torch.tensor(2.0)
+    drawn = Drawn((3, 4), others=[table, scale], device="meta")
+    rows = drawn.add(aten.slice.Tensor, drawn.parameters[0], 0, 1, 4, shape=(3, 4))
+    rows.meta["device"] = table.device
+    copied = drawn.add(aten._to_copy.default, rows, device=torch.device("meta"))
+    y = drawn.add(aten.mul.Tensor, drawn.inputs[0], drawn.add(aten.sin.default, copied))
+    plan = drawn.plan(drawn.add(aten.mul.Tensor, y, drawn.parameters[1]))
+    assert [s.target for s in plan.steps] == ["aten.mul.Tensor", "aten.mul.Tensor"]
+    assert (plan.others, plan.copies_from_cpu) == ([scale], False)
+    (constant,) = plan.operands(())[1:]
+    assert (constant.shape, constant.device.type) == ((3, 4), "meta")
+    scale.mul_(2)  # it is read anew in each call
+    assert plan.is_current()
+    table.mul_(2)
+    assert not plan.is_current()
+
+
+def copied_from_the_cpu(table, device="meta"):
+    drawn = Drawn((3, 4), others=[table], device=device)
+    copied = drawn.add(aten._to_copy.default, drawn.parameters[0], device=torch.device(device))
+    return drawn.plan(drawn.add(aten.mul.Tensor, drawn.inputs[0], copied))
+
+
+def test_tables_of_plans_on_the_cpu_are_read_by_reference():
+    table, x = torch.randn(3, 4), torch.randn(3, 4)
+    plan = copied_from_the_cpu(table, "cpu")
+    for _ in range(2):
+        assert torch.equal(plan((x,)), x * table)
+        table.mul_(2)
+        assert plan.is_current()
+
+
+def test_tables_that_do_not_count_writes_are_copied_in_each_call():
+    assert not copied_from_the_cpu(torch.randn(3, 4)).copies_from_cpu
+    with torch.inference_mode():
+        table = torch.randn(3, 4)
+    plan = copied_from_the_cpu(table)
+    assert plan.copies_from_cpu
+    assert len(plan.steps) == 2
 
 
 def test_what_reads_a_parameter_or_an_input_is_no_constant(counted):
