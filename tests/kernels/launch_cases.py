@@ -22,6 +22,7 @@ from sdfastgn.kernels.geglu.op import geglu
 from sdfastgn.kernels.layer_norm.grouped import Groups, grouped_layer_norm
 from sdfastgn.kernels.low_rank.op import Factors, Sum, add_low_rank, rank_blocks
 from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm, pad_frames
+from sdfastgn.kernels.quantize_rows.op import quantize_rows
 from sdfastgn.kernels.rotate.op import rotate
 from sdfastgn.kernels.statistics.config import statistics_pay
 from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
@@ -199,6 +200,8 @@ def _in_e4m3(shape, dtype):
     sdfastgn.layer_norm(x, weight, weight, quantizer=quantizer)
     sdfastgn.add_layer_norm(x, x, weight, weight, total_bias=weight, quantizer=quantizer)
     geglu(x, weight, quantizer=quantizer)
+    quantize_rows(x[None])
+    quantize_rows(x[None], "identity", x[None], "gelu_tanh")
 
 
 def _few_keys(shape, dtype):
