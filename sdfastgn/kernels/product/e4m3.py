@@ -46,8 +46,9 @@ def row_scaled_product(
     """
     scale_x, scale_weight = scales[0].unsqueeze(1), scales[1].unsqueeze(0)
     if not x.is_cuda:
-        y = (x.float() @ weight.float().t()) * scale_x * scale_weight
-        return (y if bias is None else y + bias.float()).to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        y = (x.to(wide) @ weight.to(wide).t()) * scale_x * scale_weight
+        return (y if bias is None else y + bias.to(wide)).to(dtype)
     scaled_mm: Any = private.scaled_mm
     options: Any = {"scale_a": scale_x, "scale_b": scale_weight, "bias": bias, "out_dtype": dtype}
     return scaled_mm(x, weight.t(), use_fast_accum=True, **options)

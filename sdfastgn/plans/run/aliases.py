@@ -20,6 +20,9 @@ VIEWS = (steps.reshape, steps.permute, steps.expand, steps.cut)
 # Steps of tokens: their results are contiguous.
 _OF_ROWS = (
     steps.linear,
+    steps.linear_e4m3,
+    steps.quantize_rows,
+    steps.quantize_weight,
     steps.linear_gelu,
     steps.linears,
     steps.add_linear_,
