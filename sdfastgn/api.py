@@ -445,7 +445,8 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Snapshot], We
         _refuse_nothing(call, obj, every, options)
     if not every:
         return [], WeakSet()
-    fp8_option.check(call, roots.values(), options.precision)
+    in_rows = [w for root in roots.values() if options.plans for w in planning.weights_in_rows(root)]
+    fp8_option.check(call, roots.values(), options.precision, in_rows)
     if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
         raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
     _prepare_triton(every.values())
@@ -496,7 +497,8 @@ def _set_options(roots: Iterable[nn.Module], options: Options) -> None:
     for root in roots:
         merged_adapters.allow(root, options.merge_adapters)
         patcher.leave_out(root, options.left_out)
-        fp8_option.set_precision(root, options.precision)
+        has_rows = options.plans and bool(planning.weights_in_rows(root))
+        fp8_option.set_precision(root, options.precision, has_rows=has_rows)
         former = planning.take_off(root) if graphs.has_graphable(root) else ()  # graphs may take their place
         graphs.install(root, options.cuda_graphs)
         trusted = frozenset(options.trust)

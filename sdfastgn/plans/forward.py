@@ -27,6 +27,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.garbage import without_collections
 from sdfastgn.patches.code.states import MAX_STATES, States, running
+from sdfastgn.patches.fp8.rows import RowWeights
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
 from sdfastgn.patches.graphs.models import numbers_of, reason_without_graphs, switched
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
@@ -60,6 +61,9 @@ _IN_USE = 128
 # A kind of call is traced again once after a trace that failed: the first call of some models makes
 # attributes or fills caches, and the trace of a later call succeeds.
 _TRACES = 2
+# Largest relative difference of a plan with products in E4M3 from the model's own code. Single products
+# differ by 0.04, whole models by 0.1 (docs/fp8.md), and results of wrong steps by about 1.
+_MOST_IN_E4M3 = 0.3
 
 
 @dataclasses.dataclass(slots=True)
@@ -134,6 +138,8 @@ class PlannedForward(MethodEntry):
         method: the name of the method that runs.
         states: the states of the module's code, if other code has them already.
         verifies: True compares each new plan with the module's own code once.
+        weights: the weights in E4M3 that plans read; None if plans compute nothing in E4M3. A copy or pickle
+            has none.
 
     Attributes:
         calls: number of calls whose result came from a plan.
@@ -145,7 +151,7 @@ class PlannedForward(MethodEntry):
     # As in ``GraphedForward``: instances have no ``__dict__``, because accelerate's hooks would copy it.
     __slots__ = (
         "_by_state", "_captured", "_compiled", "_is_captured", "_lock", "_policy", "_state", "_states",
-        "calls", "loads", "own", "replaces_entry", "traces", "trusted", "verifies",
+        "calls", "loads", "own", "replaces_entry", "traces", "trusted", "verifies", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -156,11 +162,12 @@ class PlannedForward(MethodEntry):
         method: str = "forward",
         states: States | None = None,
         verifies: bool = False,
+        weights: RowWeights | None = None,
     ) -> None:
         super().__init__(module, method)
         # torch.compile cannot read the method from a class that diffusers has allowed in graphs.
         self._compiled = getattr(type(module), method)
-        self.verifies = verifies
+        self.verifies, self.weights = verifies, weights
         self.trusted, self.replaces_entry = trusted, replaces_entry
         self._states = States(module) if states is None else states
         # A CUDA graph would not repeat what a call sets in modules, nor check the plans of modules inside.
@@ -232,6 +239,14 @@ class PlannedForward(MethodEntry):
         with self._lock:
             self._by_state.clear()
 
+    def moved(self) -> None:
+        """Let go of weights that were moved away, and free their copies in E4M3."""
+        for plans in list(self._by_state.values()):
+            for made in list(plans.made.values()):
+                made.baked.release()
+        if self.weights is not None:
+            self.weights.moved()
+
     def _find(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Call, _Plans, _Made, dict[str, Any]]:
         """The plan of a call, after a trace if there was none; and the named arguments with the state.
 
@@ -251,6 +266,8 @@ class PlannedForward(MethodEntry):
         """(the arguments, their key). Raises Unsupported if no such call can run as a plan now."""
         reason = reason_without_graphs(module)
         if reason is not None:
+            if self.weights is not None and self.weights.offloading():
+                self.moved()
             raise Unsupported(reason)
         # Numbers such as timesteps become tensors, so that one plan serves all their values.
         numbers = {
@@ -303,6 +320,9 @@ class PlannedForward(MethodEntry):
         replaced = made.outcome.replaced(args, kwargs, call.tensors) if made.baked.recorded else []
         # A plan that writes into arguments, frees them or draws random numbers runs only for the same model.
         is_compared = made.plan.writes or made.plan.draws or bool(replaced)
+        reads_copies = self._reads_copies(made, call.device)
+        if reads_copies:
+            self._refresh(waits=is_compared)
         if not is_compared or guard.same():
             given: Any = call.tensors
             tensors = list(given)
@@ -322,12 +342,31 @@ class PlannedForward(MethodEntry):
                 if replaced or guard.same():
                     raise
             else:
-                if is_compared or guard.same():
+                if is_compared:
+                    return results
+                if guard.same():
+                    if reads_copies and not self.weights.has_same_contents():  # type: ignore[union-attr]
+                        return self._run(plans, made, call, args, kwargs)
                     return results
         if not guard.is_in_state():
             return None
         self._drop(plans)
         raise Unsupported(f"the model has changed: {self.last_change}")
+
+    def _reads_copies(self, made: _Made, device: torch.device | None) -> bool:
+        """True if the call must keep weights in E4M3 up to date. For graphs, others do it before replays."""
+        return self.weights is not None and bool(made.plan.copies) and not _is_capturing(device)
+
+    def _refresh(self, *, waits: bool) -> None:
+        """Bring the weights in E4M3 up to date.
+
+        ``waits``: True to compare contents now, which waits for the GPU, and not after the call.
+        """
+        weights: Any = self.weights
+        if waits:
+            weights.compare()
+        weights.refresh()
+        weights.note_replay()
 
     def _guard(self, module: nn.Module, code: int, call: Call, state: State) -> Guard:
         return Guard(module, self._states, code, call.device, self.trusted, state.names())
@@ -383,13 +422,15 @@ class PlannedForward(MethodEntry):
             if plans.is_planned_inside or self._is_captured:
                 return
             plans.is_planned_inside = True
-            plan_inside(module, lambda m, has: PlannedForward(m, self.trusted, has, verifies=self.verifies))
+            options: Any = {"verifies": self.verifies, "weights": self.weights}
+            plan_inside(module, lambda m, has: PlannedForward(m, self.trusted, has, **options))
 
     def _new(self, module: nn.Module, call: Call, key: Any, plans: _Plans) -> tuple[_Made, Saved]:
         """A plan from disk, or of a new trace, and its file."""
-        about = key, self.method, self.trusted
+        about = key, self.method, self.trusted, self.weights is not None
+        copy_of = None if self.weights is None else self.weights.copy_of
         saved = Saved(None) if plans.state.names() else Saved.of(module, about, call.device, plans.guard)
-        found = saved.load(module, call.tensors)
+        found = saved.load(module, call.tensors, copy_of)
         if found is not None:
             self.loads += 1
             plan, outcome = found
@@ -397,7 +438,7 @@ class PlannedForward(MethodEntry):
         self.traces += 1
         with without_collections(), plans.guard.undoing():
             traced, outcome = trace_call(module, call, plans.state, self.method)
-            plan = make_plan(traced, lambda graph: saved.note(module, traced, graph, outcome))
+            plan = make_plan(traced, lambda graph: saved.note(module, traced, graph, outcome), copy_of)
             if plan.draws and any(map(_may_seed, plans.guard.names())):
                 raise Untraceable("the call draws random numbers, and its code names what seeds them")
         return _Made(plan, Baked(plan), outcome), saved
@@ -407,11 +448,13 @@ class PlannedForward(MethodEntry):
         own, planned = ([t.clone() for t in call.tensors] for _ in range(2))  # type: ignore[union-attr]
         with running(bool(self._states.replaced(self._states.last()))), _same_random_numbers(call.device):
             expected, _ = _run_own(module, call, state, self.method, own)
+        if self._reads_copies(made, call.device):
+            self._refresh(waits=True)
         with _same_random_numbers(call.device):
             found = made.baked.run(planned)
         for a, b in zip((*found, *planned), (*expected, *own), strict=True):
             difference = _difference(a, b)
-            if difference > _most_difference(b.dtype):
+            if difference > (_MOST_IN_E4M3 if made.plan.copies else _most_difference(b.dtype)):
                 raise Untraceable(f"its plan differs from its own code by {difference:.1e}")
 
     def _drop(self, plans: _Plans) -> None:
@@ -462,15 +505,18 @@ def _places(call: Call) -> tuple[int, ...]:
     return tuple(first.setdefault(id(t), i) for i, t in enumerate(call.tensors))
 
 
-def make_plan(traced: Traced, note: Callable[[fx.Graph], object] = lambda graph: None) -> Plan:
+def make_plan(
+    traced: Traced, note: Callable[[fx.Graph], object] = lambda graph: None, copy_of: Any = None
+) -> Plan:
     """Rewrite the graph, which the plan takes over. Raises Untraceable, with the reason.
 
-    ``note`` is called with the rewritten graph, which it must not keep.
+    ``note`` is called with the rewritten graph, which it must not keep. ``copy_of``: as in ``Plan``; None if
+    nothing is computed in E4M3.
     """
     try:
-        graph = rewrite(traced.graph.graph)
+        graph = rewrite(traced.graph.graph, in_e4m3=copy_of is not None)
         note(graph)
-        return Plan(traced, graph)
+        return Plan(traced, graph, copy_of)
     except Untraceable:
         raise
     except Exception as error:  # a rule that fails must not take the call down

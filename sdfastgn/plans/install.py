@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
@@ -20,6 +20,7 @@ from sdfastgn.patches import patcher
 from sdfastgn.patches.code.checked import entrances, stop_checking
 from sdfastgn.patches.code.states import States
 from sdfastgn.patches.fp8 import models as fp8
+from sdfastgn.patches.fp8.rows import RowWeights
 from sdfastgn.patches.graphs.forward import GraphedForward, Planner
 from sdfastgn.patches.graphs.install import has_graphable, outermost, place_in
 from sdfastgn.patches.layout.left_alone import reason_of_cudnn
@@ -29,6 +30,7 @@ from sdfastgn.patches.swap.instance_entries import guard, unguard
 from sdfastgn.patches.swap.tested_sources import Untested
 from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.inside import CONVOLUTIONS
+from sdfastgn.plans.rewrite.e4m3 import FEWEST_COLUMNS
 
 __all__ = [
     "Planned",
@@ -40,6 +42,7 @@ __all__ = [
     "remove",
     "take_off",
     "trusted_in",
+    "weights_in_rows",
 ]
 
 # Fusions of layers that occur in models of all kinds. A model with any other fusion has fused blocks.
@@ -97,6 +100,14 @@ def gets_plans(root: nn.Module) -> bool:
 def is_convolutional(root: nn.Module) -> bool:
     """True if ``root`` has norms, and most of its weights are in convolutions."""
     return _has_most_weights(root, CONVOLUTIONS) and any(map(_is_norm, root.modules()))
+
+
+def weights_in_rows(root: nn.Module) -> list[Tensor]:
+    """The weights of linear layers that plans of ``root`` may read in E4M3. Empty if it is no transformer."""
+    if not (_has_adaptive_norms(root) and gets_plans(root)):
+        return []
+    weights = [m.weight for m in root.modules() if isinstance(m, nn.Linear)]
+    return [weight for weight in weights if min(weight.shape) >= FEWEST_COLUMNS]
 
 
 def _has_adaptive_norms(root: nn.Module) -> bool:
@@ -185,24 +196,27 @@ def install(
     for _, module in outermost(root):
         for graphed in GraphedForward.of(module):
             graphed_modules.add(module)
-            _set_planner(module, graphed, _Maker(trusted, verifies) if is_on else None)
-    has_fp8 = fp8.is_allowed(root)  # plans have no such products
+            maker = _Maker(trusted, verifies, fp8.row_weights(root)) if is_on else None
+            _set_planner(module, graphed, maker)
+    weights = fp8.row_weights(root)
+    has_fp8 = fp8.is_allowed(root) and weights is None  # plans have no products with learned scales
     if not is_on or has_fp8 or not gets_plans(root) or reason_of_cudnn(root) is not None:
         remove(root)
         return
     for module in root.modules():  # also those that have plans because of a boundary
         planned = _planned(module)
-        if planned is not None and (planned.trusted, planned.verifies) != (trusted, verifies):
+        own = None if planned is None else (planned.trusted, planned.verifies, planned.weights)
+        if own is not None and own != (trusted, verifies, weights):
             _take_off(module).clear()
     for module in entrances(root):
         planned = _planned(module)
         # A plan would not run the graphs of the modules in it.
         place = place_in(module) if graphed_modules.isdisjoint(module.modules()) else None
         if planned is None and place in _PLACES and any(True for _ in module.children()):
-            options = module, trusted, verifies
-            kept = next((f for f in former if (f.module, f.trusted, f.verifies) == options), None)
+            options = module, trusted, verifies, weights
+            kept = next((f for f in former if (f.module, f.trusted, f.verifies, f.weights) == options), None)
             vars(module)[place] = kept or PlannedForward(
-                module, trusted, place in vars(module), verifies=verifies
+                module, trusted, place in vars(module), verifies=verifies, weights=weights
             )
             guard(module)
         if _planned(module) is not None and not takes_adapters(module):
@@ -230,10 +244,11 @@ class _Maker:
 
     trusted: frozenset[str]
     verifies: bool
+    weights: RowWeights | None = None
 
     def __call__(self, module: nn.Module, method: str, states: States) -> PlannedForward:
-        options = {"method": method, "states": states, "verifies": self.verifies}
-        return PlannedForward(module, self.trusted, **options)  # type: ignore[arg-type]
+        options: Any = {"verifies": self.verifies, "weights": self.weights}
+        return PlannedForward(module, self.trusted, method=method, states=states, **options)
 
 
 def remove(root: nn.Module) -> None:
