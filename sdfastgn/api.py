@@ -140,7 +140,8 @@ def optimize(
             error in E4M3 is large or whose inputs keep growing, and those of layers with LoRA adapters that
             are not merged. The copy of the weights in E4M3 takes half as much memory as these weights. A
             weight that is written in place is quantized again. A deepcopy and an unpickled model run without
-            FP8 until ``optimize`` is called for them.
+            FP8 until ``optimize`` is called for them. In transformers that run as plans and whose weights are
+            in bf16, large linear layers run in E4M3, with a scale for each row and without learning.
         plans: True runs models of convolutions for which there are no fused blocks as *plans*
             (docs/plans.md): the first call of a kind traces the model's own code, and later calls run kernels
             for what it computes. False runs their own code.

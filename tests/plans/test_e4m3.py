@@ -143,6 +143,15 @@ def test_changed_weights_are_quantized_again(change):
     assert (plan_of(model) is plan) == (change is not loaded)  # which puts other parameters into the model
 
 
+@pytest.mark.parametrize("change", [scaled, replaced_data])
+def test_counted_writes_and_moves_are_noticed_before_a_call(change, monkeypatch):
+    """Without a comparison of contents, and without a second run."""
+    model = in_e4m3(made())
+    monkeypatch.setattr(rows.RowWeights, "has_same_contents", lambda self: True)
+    change(model)
+    assert torch.equal(run(model, 1), fresh(model))
+
+
 def test_weights_that_do_not_change_are_quantized_once(monkeypatch):
     model = in_e4m3(made())
     monkeypatch.setattr(rows, "quantize_rows", None)
