@@ -202,6 +202,7 @@ def _in_e4m3(shape, dtype):
     geglu(x, weight, quantizer=quantizer)
     quantize_rows(x[None])
     quantize_rows(x[None], "identity", x[None], "gelu_tanh")
+    quantize_rows(x[None], "silu", x[None], multiplies=True)
 
 
 def _few_keys(shape, dtype):

@@ -4,8 +4,8 @@ A program has a tile of whole rows in registers, as the rows kernel of LayerNorm
 writes the row and its scale. Tensors:
 
 - ``x``: (B, S, K), fp16, bf16 or fp32, with contiguous rows;
-- ``second``: (B, S, D - K), in the dtype of x, with contiguous rows; or None;
-- ``y``: (B, S, D), contiguous, E4M3. A row is a row of x, and then one of ``second``;
+- ``second``: (B, S, D - K), in the dtype of x, with contiguous rows; or None. With ``MULTIPLIES`` (B, S, D);
+- ``y``: (B, S, D), contiguous, E4M3. A row is a row of x, and then one of ``second``, or their product;
 - ``scales``: (B, S), contiguous, fp32.
 
 Strides of x and ``second`` are in units of ``VECTOR`` elements. The kernel multiplies them by it, so the
@@ -54,7 +54,7 @@ def _quantize_rows_kernel(
     x_ptr, second_ptr, y_ptr, scales_ptr,
     rows, S, x_sample, x_row, second_sample, second_row,
     K: tl.constexpr, D: tl.constexpr, VECTOR: tl.constexpr, ACTIVATION: tl.constexpr,
-    SECOND_ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+    SECOND_ACTIVATION: tl.constexpr, MULTIPLIES: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
     WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes a tile of rows and their scales. ``S``: rows of a sample."""
@@ -70,9 +70,11 @@ def _quantize_rows_kernel(
     u = tl.load(x_ptr + at, mask=is_row & (c < K), other=0.0).to(tl.float32)
     u = activate(u, ACTIVATION, PAIRS)  # 0 stays 0
     if second_ptr is not None:
-        at = (sample * second_sample + row * second_row) * VECTOR + (c - K)
-        v = tl.load(second_ptr + at, mask=is_row & (c >= K) & (c < D), other=0.0).to(tl.float32)
-        u = tl.where(c < K, u, activate(v, SECOND_ACTIVATION, PAIRS))
+        FIRST: tl.constexpr = 0 if MULTIPLIES else K
+        at = (sample * second_sample + row * second_row) * VECTOR + (c - FIRST)
+        v = tl.load(second_ptr + at, mask=is_row & (c >= FIRST) & (c < D), other=0.0).to(tl.float32)
+        v = activate(v, SECOND_ACTIVATION, PAIRS)
+        u = u * v if MULTIPLIES else tl.where(c < K, u, v)
     u, scale = in_rows_of_e4m3(u, WIDE)
     out = r.to(tl.int64) * D + c + start_of_e4m3()
     tl.store(y_ptr + out, u.to(y_ptr.dtype.element_ty), mask=is_row & (c < D))

@@ -6,9 +6,9 @@ Formula, in fp32, for each row of x (B, S, D):
     y = activation(row) / scale               rounded to E4M3
 
 NaN and infinities become NaN, and do not count for the scale. So such a value spoils only its own row. A row
-of a second tensor, with another activation, can follow each row of x. The two together have one scale. It is
-the smallest with which all their values are in the range. So it needs no values of earlier calls, and no room
-for larger ones.
+of a second tensor, with another activation, can follow each row of x, or multiply it. The result has one
+scale, the smallest with which all values are in the range. So it needs no values of earlier calls, and no
+room for larger ones.
 
 On a GPU the kernel of ``quantize_rows/kernels.py`` runs. Everywhere else, and for rows that are too long for
 the kernel, ``reference_quantize_rows`` runs.
@@ -48,15 +48,21 @@ class QuantizeRowsCall(NamedTuple):
     activation: Annotated[str, Value(check_activation)]
     second: Annotated[Tensor | None, Operand(whole=_with_dense_rows, same_dtype=True)]
     second_activation: Annotated[str, Value(check_activation)]
+    multiplies: bool
 
 
 def reference_quantize_rows(
-    x: Tensor, activation: str = "identity", second: Tensor | None = None, second_activation: str = "identity"
+    x: Tensor,
+    activation: str = "identity",
+    second: Tensor | None = None,
+    second_activation: str = "identity",
+    multiplies: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Computes ``quantize_rows`` in plain PyTorch, for calls that the kernel cannot run."""
     u = ACTIVATIONS[activation](x.float())
     if second is not None:
-        u = torch.cat([u, ACTIVATIONS[second_activation](second.float())], -1)
+        v = ACTIVATIONS[second_activation](second.float())
+        u = u * v if multiplies else torch.cat([u, v], -1)
     is_finite = u.isfinite()
     sizes = torch.where(is_finite, u.abs(), 0.0)
     scales = (sizes.amax(-1) / LARGEST if u.numel() else u.new_zeros(u.shape[:-1])).clamp(min=_LEAST)
@@ -76,7 +82,7 @@ def _plan(call: QuantizeRowsCall) -> Any:
 def _has_kernel(call: QuantizeRowsCall) -> bool:
     """True if there are elements, and the rows fit into registers and can be numbered by int32."""
     x, second = call.x, call.second
-    columns = x.shape[-1] + (0 if second is None else second.shape[-1])
+    columns = x.shape[-1] + (0 if second is None or call.multiplies else second.shape[-1])
     return 0 < x.numel() <= MAX_OFFSET * x.shape[-1] and fits_registers(columns)
 
 
@@ -88,7 +94,11 @@ _NAME = f"{__name__}.quantize_rows"
 
 
 def quantize_rows(
-    x: Tensor, activation: str = "identity", second: Tensor | None = None, second_activation: str = "identity"
+    x: Tensor,
+    activation: str = "identity",
+    second: Tensor | None = None,
+    second_activation: str = "identity",
+    multiplies: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Computes rows in E4M3, and a scale for each: a row is about its scale times what is returned.
 
@@ -97,9 +107,10 @@ def quantize_rows(
         activation: a key of ``ACTIVATIONS``, which is applied to x first.
         second: (B, S, L), in the dtype of x, or None. Each row continues with its row.
         second_activation: the same for ``second``.
+        multiplies: True to multiply x and ``second``, with L = K, after their activations.
 
     Returns:
-        y: (B, S, K + L), contiguous, in E4M3.
+        y: (B, S, K + L), or (B, S, K) with ``multiplies``; contiguous, in E4M3.
         scales: (B, S), contiguous, fp32. No scale is 0.
 
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch, in fp32.
@@ -109,7 +120,7 @@ def quantize_rows(
         TypeError: a tensor is not strided or has another dtype.
         ValueError: a shape, a device or an activation does not fit.
     """
-    call = QuantizeRowsCall(x, activation, second, second_activation)
+    call = QuantizeRowsCall(x, activation, second, second_activation, multiplies)
     if dispatch.is_plain_inference(x, call):
         try:
             # Plans are made and cached only for valid arguments. So if a plan is found, the arguments are
@@ -138,9 +149,11 @@ def _check_rows(name: str, call: QuantizeRowsCall) -> None:
         raise ValueError(f"{name}: x must be (B, S, K), got shape {tuple(x.shape)}")
     if second is not None:
         check_input(name, "second", second)
-        if second.dim() != 3 or second.shape[:2] != x.shape[:2]:
+        wanted = "(B, S, K)" if call.multiplies else "(B, S, L)"
+        axes = 3 if call.multiplies else 2
+        if second.dim() != 3 or second.shape[:axes] != x.shape[:axes]:
             found = f"{tuple(second.shape)} for x of shape {tuple(x.shape)}"
-            raise ValueError(f"{name}: second must be (B, S, L), got {found}")
+            raise ValueError(f"{name}: second must be {wanted}, got {found}")
         check_device(name, "second", second, x)
 
 

@@ -26,7 +26,7 @@ class QuantizeRowsPlan:
     def __init__(self, call: QuantizeRowsCall) -> None:
         x, second = call.x, call.second
         B, S, K = x.shape
-        D = K + (0 if second is None else second.shape[-1])
+        D = K if second is None or call.multiplies else K + second.shape[-1]
         self.shape, self.strides, self.scale_strides = (B, S, D), (S * D, D, 1), (S, 1)
         strides = {"x": _strides(x), "second": _strides(second)}
         vector = vector_width(x.itemsize, K, D, *(s for pair in strides.values() for s in pair))
@@ -42,7 +42,7 @@ class QuantizeRowsPlan:
             pdl=gpu.has_programmatic_launch(x.device),
             rows=B * S, S=S, **numbers,
             K=K, D=D, VECTOR=vector, ACTIVATION=call.activation, SECOND_ACTIVATION=call.second_activation,
-            PAIRS=x.itemsize == 2 and vector == PAIRED, **rows_constants(config),
+            MULTIPLIES=call.multiplies, PAIRS=x.itemsize == 2 and vector == PAIRED, **rows_constants(config),
         )  # fmt: skip
 
     def run(self, call: QuantizeRowsCall) -> tuple[Tensor, Tensor]:

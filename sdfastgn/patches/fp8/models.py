@@ -236,7 +236,6 @@ def give_back(model: nn.Module, kept: Kept) -> None:
     call or graph makes them again.
     """
     if isinstance(kept.own, RowWeights):
-        kept.own.free()
         _models[model] = kept.own
         follow(model)
         return

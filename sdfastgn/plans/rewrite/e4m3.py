@@ -1,8 +1,8 @@
 """Linear layers of many rows become products in E4M3, an 8-bit float dtype, with a scale for each row.
 
 A step before the product writes the product's input in E4M3. Several products of one input share this step.
-The step also computes an activation, and it reads both parts of a concatenation. So neither needs a pass over
-memory.
+The step also computes an activation, and it reads both parts of a concatenation, or both factors of a gated
+activation. So none of these needs a pass over memory.
 
 Sizes alone decide which layers are computed in E4M3. Small ones would hardly be faster, and they are also the
 sensitive ones: the embeddings of timestep and prompt have few rows, and the layers into and out of a model
@@ -22,11 +22,23 @@ from torch.fx import Node
 
 from sdfastgn.kernels.common.e4m3 import E4M3
 from sdfastgn.kernels.layer_norm.config import fits_registers
-from sdfastgn.plans.rewrite.nodes import Rewriter, cleaned, dtype, has, is_only, ordered, rank, shape
+from sdfastgn.plans.rewrite.nodes import (
+    Rewriter,
+    cleaned,
+    dtype,
+    has,
+    is_only,
+    operands,
+    ordered,
+    rank,
+    shape,
+)
 from sdfastgn.plans.rewrite.norms import activation
 from sdfastgn.plans.run import steps
 
 __all__ = ["e4m3"]
+
+aten = torch.ops.aten
 
 # Fewest rows of an input, and fewest columns of input and output. A product of 512 rows is limited by the
 # weight, which is half as large in E4M3. With fewer rows or columns the step that writes the input takes as
@@ -71,6 +83,10 @@ def _rows(x: Node, products: list[Node]) -> tuple[Any, ...]:
     if has(x, steps.cat) and x.args[1] == rank(x) - 1 and len(x.args[0]) == 2:
         first, second = (_before_activation(part, is_only(part)) for part in x.args[0])
         return *first, *second
+    for gate, value in operands(x) if has(x, aten.mul.Tensor) else ():
+        before = _before_activation(gate, is_only(gate))
+        if before[0] is not gate and shape(gate) == shape(value) and dtype(gate) == dtype(value):
+            return *before, value, "identity", True
     before = _before_activation(x, True)
     return before if before[0] is not x else (x,)
 

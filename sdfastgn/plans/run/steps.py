@@ -313,11 +313,15 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> S
 
 
 def quantize_rows(
-    x: Tensor, activation: str = "identity", second: Tensor | None = None, second_activation: str = "identity"
+    x: Tensor,
+    activation: str = "identity",
+    second: Tensor | None = None,
+    second_activation: str = "identity",
+    multiplies: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(rows in E4M3, a scale for each): see ``kernels/quantize_rows``. x (..., K) may have any rank >= 2."""
     parts = _samples_of_rows(x), None if second is None else _samples_of_rows(second)
-    y, scales = quantize_rows_op.quantize_rows(parts[0], activation, parts[1], second_activation)
+    y, scales = quantize_rows_op.quantize_rows(parts[0], activation, parts[1], second_activation, multiplies)
     return y.view(*x.shape[:-1], y.shape[-1]), scales.view(x.shape[:-1])
 
 

@@ -20,12 +20,13 @@ def drawn(shape, dtype=torch.float32, device="cpu", seed=0):
     return (x * torch.tensor([1e-3, 1.0, 1e3]).repeat(shape[1])[: shape[1], None]).to(dtype).to(device)
 
 
-def check(x, activation="identity", second=None, second_activation="identity"):
+def check(x, activation="identity", second=None, second_activation="identity", multiplies=False):
     with kernels(direct=True):
-        y, scales = quantize_rows(x, activation, second, second_activation)
+        y, scales = quantize_rows(x, activation, second, second_activation, multiplies)
     rows = ACTIVATIONS[activation](x.double())
     if second is not None:
-        rows = torch.cat([rows, ACTIVATIONS[second_activation](second.double())], -1)
+        others = ACTIVATIONS[second_activation](second.double())
+        rows = rows * others if multiplies else torch.cat([rows, others], -1)
     assert (y.shape, y.dtype, y.is_contiguous()) == (rows.shape, E4M3, True)
     assert (scales.shape, scales.dtype, scales.is_contiguous()) == (rows.shape[:-1], torch.float32, True)
     torch.testing.assert_close(scales.double(), rows.abs().amax(-1) / 448, rtol=1e-5, atol=0)
@@ -58,6 +59,13 @@ def test_rows_of_two_tensors(sizes, device):
     check(first, "silu", second)
 
 
+@pytest.mark.parametrize("size", [16, 130, 2560])
+def test_products_of_two_tensors(size, device):
+    first, second = (drawn((2, 3, size), device=device, seed=seed) for seed in range(2))
+    check(first, "silu", second, multiplies=True)
+    check(first, "identity", second, "gelu_tanh", multiplies=True)
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_every_layout(place, device):
     x = drawn((2, 5, 16), device=device)
@@ -69,6 +77,7 @@ def test_parts_of_larger_tensors(device):
     joint = drawn((2, 7, 64), device=device)
     check(joint[:, 2:, 16:48], "identity", joint[:, :5, :16])
     check(joint[:, ::2])
+    check(joint[..., 32:], "silu", joint[..., :32], multiplies=True)
 
 
 def test_an_outlier_costs_only_its_own_row(device):
@@ -127,6 +136,8 @@ WRONG = [
     ((X, "tanh"), ValueError, "unknown activation 'tanh'"),
     ((X, "silu", X, 3), ValueError, "unknown activation 3"),
     ((X, "silu", X[:, :2]), ValueError, r"second must be \(B, S, L\), got \(2, 2, 8\)"),
+    ((X, "silu", X[..., :4], "silu", True), ValueError, r"second must be \(B, S, K\), got \(2, 3, 4\)"),
+    ((X, "silu", X, "silu", 1), TypeError, "multiplies must be a bool, got 1"),
     ((X, "silu", X.half()), TypeError, "second must have the dtype torch.float32, got torch.float16"),
     ((X, "silu", 1.0), TypeError, "second must be a torch.Tensor, got float"),
     ((X.int(),), TypeError, "x must be a floating"),

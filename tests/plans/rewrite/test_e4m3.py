@@ -12,6 +12,7 @@ from sdfastgn.plans.rewrite import e4m3
 from sdfastgn.plans.rewrite.nodes import has
 from sdfastgn.plans.rewrite.passes import rewrite
 from sdfastgn.plans.run import steps
+from sdfastgn.plans.run.aliases import VIEWS
 from sdfastgn.plans.trace.tracer import trace
 from tests.plans.rewrite.rewriting import name_of
 
@@ -46,7 +47,8 @@ def rewritten(call, *inputs, in_e4m3=True):
     graph = rewrite(traced.graph.graph, in_e4m3=in_e4m3)
     graph.lint()
     run = torch.fx.GraphModule(traced.graph, graph)
-    calls = [n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+    free = (operator.getitem, *VIEWS)
+    calls = [n for n in graph.nodes if n.op == "call_function" and n.target not in free]
     return graph, list(map(name_of, calls)), run(*traced.others, *inputs)
 
 
@@ -132,6 +134,38 @@ def test_one_input_with_two_activations():
 
     steps_of(call, x)
     assert kinds_of_rows(call, x) == [("silu",), ("relu",), ("identity",)]
+
+
+@pytest.mark.parametrize("function", [F.silu, lambda x: F.gelu(x, approximate="tanh")])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_gated_activation_is_computed_with_the_rows(function, order):
+    """As SwiGLU: two products, or two halves of one."""
+
+    def products(x):
+        gate, value = (function(F.linear(x, A)), F.linear(x, A, a))[::order]
+        return F.linear(gate * value, C, b)
+
+    assert steps_of(products, x, products=3).count("quantize_rows") == 2
+    assert kinds_of_rows(products, x)[1][1:] == ("identity", True)
+    halves = drawn(2, 32, 96).to(BF16)
+    assert steps_of(lambda x: F.linear(function(x[..., :48]) * x[..., 48:], C), halves) == PRODUCT
+
+
+def test_other_products_of_activations_are_computed_before():
+    def broadcast(x):
+        return F.linear(F.silu(x[:, :1]) * x, A)
+
+    def read_twice(x):
+        gate = F.silu(x)
+        return F.linear(gate * x.flip(-1), A), gate
+
+    def itself(x):
+        gate = F.silu(x)
+        return F.linear(gate * gate, A)
+
+    for call in (broadcast, read_twice, itself):
+        assert "aten.mul" in steps_of(call, x)
+        assert kinds_of_rows(call, x) == [("identity",)]
 
 
 def test_other_concatenations_are_made():
