@@ -9,7 +9,7 @@ import torch
 import sdfastgn
 from sdfastgn.kernels.act_linear.op import act_linear
 from sdfastgn.kernels.ada_norm.op import Norm as RowNorm
-from sdfastgn.kernels.ada_norm.op import ada_norm
+from sdfastgn.kernels.ada_norm.op import ada_norm, ada_norm_in_e4m3
 from sdfastgn.kernels.attention import wide_heads_kernels
 from sdfastgn.kernels.attention.few_keys import attend_to_few
 from sdfastgn.kernels.attention.over_frames import attend_over_frames
@@ -203,6 +203,8 @@ def _in_e4m3(shape, dtype):
     quantize_rows(x[None])
     quantize_rows(x[None], "identity", x[None], "gelu_tanh")
     quantize_rows(x[None], "silu", x[None], multiplies=True)
+    for norm in (RowNorm("layer"), RowNorm("rms", weight)):
+        ada_norm_in_e4m3(x[None], x[None], weight[None, None], None, norm, weight[None, None])
 
 
 def _few_keys(shape, dtype):

@@ -170,6 +170,20 @@ def test_plans_of_other_sizes_share_the_weights():
     assert sdfastgn.report(model).fp8 == before
 
 
+def test_plans_on_disk(monkeypatch, tmp_path):
+    """A plan with products in E4M3 is another one than that without."""
+    stock = made()
+    run(stock)
+    monkeypatch.setenv("SDFASTGN_PLAN_CACHE", str(tmp_path))
+    first, second, other = (copy.deepcopy(stock) for _ in range(3))
+    for model, precision, loads in ((first, "fp8", 0), (other, None, 0), (second, "fp8", 1)):
+        run(sdfastgn.optimize(model, precision=precision))
+        assert planned(model).loads == loads
+    assert plan_of(second).copies
+    assert torch.equal(run(first, 1), run(second, 1))
+    assert not torch.equal(run(first, 1), run(other, 1))
+
+
 def test_the_weights_are_freed_with_the_plans():
     model = in_e4m3(made())
     weights = planned(model).weights

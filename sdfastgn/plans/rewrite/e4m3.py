@@ -1,8 +1,8 @@
 """Linear layers of many rows become products in E4M3, an 8-bit float dtype, with a scale for each row.
 
 A step before the product writes the product's input in E4M3. Several products of one input share this step.
-The step also computes an activation, and it reads both parts of a concatenation, or both factors of a gated
-activation. So none of these needs a pass over memory.
+An adaptive norm writes E4M3 itself. Otherwise the step also computes an activation, and it reads both parts
+of a concatenation, or both factors of a gated activation. So none of these needs a pass over memory.
 
 Sizes alone decide which layers are computed in E4M3. Small ones would hardly be faster, and they are also the
 sensitive ones: the embeddings of timestep and prompt have few rows, and the layers into and out of a model
@@ -58,7 +58,9 @@ def e4m3(graph: fx.Graph) -> fx.Graph:
     for n in found:
         r.at = n
         x, weight, bias = n.args
-        x_in_e4m3 = _written(r, steps.quantize_rows, _rows(x, found), written, shape(x))
+        x_in_e4m3 = _of_norm(r, x, found, written) or _written(
+            r, steps.quantize_rows, _rows(x, found), written, shape(x)
+        )
         weight_in_e4m3 = _written(r, steps.quantize_weight, (weight,), written, shape(weight))
         r.replace(n, r.like(steps.linear_e4m3, (*x_in_e4m3, *weight_in_e4m3, bias, dtype(n)), n))
     return ordered(cleaned(graph)) if r.has_changed else graph
@@ -91,6 +93,22 @@ def _rows(x: Node, products: list[Node]) -> tuple[Any, ...]:
     return before if before[0] is not x else (x,)
 
 
+def _of_norm(r: Rewriter, x: Node, products: list[Node], written: dict[Any, list[Node]]) -> list[Node] | None:
+    """x in E4M3 and its scales, if x is the norm of an ``ada_norm`` and only ``products`` read it."""
+    if x in written:
+        return written[x]
+    norm: Any = x.args[0] if has(x, operator.getitem) and x.args[1] == 1 else None
+    if not has(norm, steps.ada_norm) or not all(reader in products for reader in x.users):
+        return None
+    at, r.at = r.at, norm
+    all_three = r.new(steps.ada_norm_in_e4m3, norm.args)
+    for total in [u for u in norm.users if u.args[1] == 0]:
+        r.replace(total, r.item(all_three, 0, total))
+    r.at = at
+    written[x] = _items(r, all_three, 1, shape(x))
+    return written[x]
+
+
 def _before_activation(x: Any, has_no_other_reader: bool) -> tuple[Node, str]:
     """(the value before the activation that x is, its name); (x, "identity") if it is none."""
     name = activation(x) if has_no_other_reader else None
@@ -101,7 +119,10 @@ def _written(r: Rewriter, step: Any, args: Any, written: dict[Any, list[Node]], 
     """The results of ``step(*args)``: a tensor of the shape ``to`` in E4M3, and the scales of its rows."""
     key = step, args
     if key not in written:
-        both = r.new(step, args)
-        items = ((to, E4M3), (to[:-1], torch.float32))
-        written[key] = [r.new(operator.getitem, (both, i), *item) for i, item in enumerate(items)]
+        written[key] = _items(r, r.new(step, args), 0, to)
     return written[key]
+
+
+def _items(r: Rewriter, results: Node, first: int, to: Any) -> list[Node]:
+    rows = r.new(operator.getitem, (results, first), to, E4M3)
+    return [rows, r.new(operator.getitem, (results, first + 1), to[:-1], torch.float32)]

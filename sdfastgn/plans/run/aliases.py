@@ -30,6 +30,7 @@ _OF_ROWS = (
     steps.layer_norm,
     steps.add_layer_norm,
     steps.ada_norm,
+    steps.ada_norm_in_e4m3,
     steps.rotate,
     steps.geglu,
 )

@@ -641,6 +641,25 @@ def ada_norm(
     return ada_norm_op.ada_norm(x, branch, gate, inner, outer, factor, offset, **flags)
 
 
+def ada_norm_in_e4m3(
+    x: Tensor,
+    branch: Tensor | None,
+    gate: Tensor | None,
+    branch_norm: Sequence[Any] | None,
+    norm: Sequence[Any],
+    factor: Tensor | None,
+    offset: Tensor | None,
+    has_tanh: bool,
+    adds_one: bool,
+    keeps_total: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """(the sum of ``ada_norm``, its norm in E4M3, a scale for each row)."""
+    inner = None if branch_norm is None else ada_norm_op.Norm(*branch_norm)
+    flags = {"tanh": has_tanh, "plus_one": adds_one, "keeps_total": keeps_total}
+    outer = ada_norm_op.Norm(*norm)
+    return ada_norm_op.ada_norm_in_e4m3(x, branch, gate, inner, outer, factor, offset, **flags)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor | None) -> Tensor:
     """Rotary embedding of rows of heads. ``cos`` may be complex, with both numbers, and no ``sin``."""
     if sin is None:

@@ -136,6 +136,45 @@ def test_one_input_with_two_activations():
     assert kinds_of_rows(call, x) == [("silu",), ("relu",), ("identity",)]
 
 
+def modulated(x, gate, scale, shift):
+    """A gated sum and its norm, as blocks with adaptive norms compute them."""
+    total = x + gate[:, None] * x.flip(1)
+    return total, F.layer_norm(total, (32,), eps=1e-6) * (1 + scale[:, None]) + shift[:, None]
+
+
+def test_an_adaptive_norm_writes_e4m3():
+    def call(x, *modulation):
+        total, y = modulated(x, *modulation)
+        return F.linear(y, A, a), F.linear(y, B), total
+
+    modulation = [drawn(2, 32).to(BF16) for _ in range(3)]
+    found = steps_of(call, x, *modulation)
+    assert found.count("ada_norm_in_e4m3") == 1
+    assert found.count("linear_e4m3") == 2
+    assert "quantize_rows" not in found
+    assert "ada_norm" not in found
+
+
+def test_an_adaptive_norm_that_others_read_too():
+    def call(x, *modulation):
+        total, y = modulated(x, *modulation)
+        return F.linear(y, A, a), y + 1, total
+
+    modulation = [drawn(2, 32).to(BF16) for _ in range(3)]
+    found = steps_of(call, x, *modulation)
+    assert found.count("ada_norm") == found.count("quantize_rows") == 1
+    assert "ada_norm_in_e4m3" not in found
+
+
+def test_a_product_of_the_sum_before_a_norm():
+    def call(x, *modulation):
+        total, y = modulated(x, *modulation)
+        return F.linear(total, A, a), y
+
+    found = steps_of(call, x, *[drawn(2, 32).to(BF16) for _ in range(3)])
+    assert found.count("ada_norm") == found.count("quantize_rows") == 1
+
+
 @pytest.mark.parametrize("function", [F.silu, lambda x: F.gelu(x, approximate="tanh")])
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_gated_activation_is_computed_with_the_rows(function, order):
