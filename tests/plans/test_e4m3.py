@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -36,15 +37,20 @@ def made(name="SD3Transformer2DModel"):
 
 
 def run(model, seed=0, name="SD3Transformer2DModel"):
-    """The result of a call in the dtype of the model."""
-    dtype = next(model.parameters()).dtype
-
-    def cast(value):
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_float else value
-
-    (y,) = CALL[name].run(model, **{key: cast(value) for key, value in CALL[name].drawn(seed).items()})
+    """The result of a call in the dtype of the model, on its device."""
+    (y,) = CALL[name].run(model, **inputs_of(model, seed, name))
     return y
+
+
+def inputs_of(model, seed=0, name="SD3Transformer2DModel"):
+    like = next(model.parameters())
+
+    def moved(value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
+
+    return {key: moved(value) for key, value in CALL[name].drawn(seed).items()}
 
 
 def planned(model):
@@ -163,8 +169,7 @@ def test_plans_of_other_sizes_share_the_weights():
     model = in_e4m3(made())
     before = sdfastgn.report(model).fp8
     x = torch.randn(1, 4, 4, 8).bfloat16()
-    inputs = CALL["SD3Transformer2DModel"].drawn(0)
-    inputs = {k: v[:1].bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
+    inputs = {k: v[:1] for k, v in inputs_of(model).items()}
     model(**{**inputs, "hidden_states": x})
     assert len(planned(model).plans) == 2
     assert sdfastgn.report(model).fp8 == before
@@ -282,3 +287,84 @@ def test_a_device_without_e4m3_is_refused(monkeypatch):
     monkeypatch.setattr(fp8, "device_reason", lambda device: "GPU has compute capability 8.0, below 8.9")
     with pytest.raises(ValueError, match=r"compute capability 8\.0, below 8\.9"):
         sdfastgn.optimize(made(), precision="fp8")
+
+
+def baked_of(model):
+    (plans,) = planned(model)._by_state.values()
+    (found,) = plans.made.values()
+    return found.baked
+
+
+def test_the_steps_are_baked():
+    model = in_e4m3(made())
+    first = run(model, 1)
+    assert torch.equal(run(model, 1), first)
+    baked = baked_of(model)
+    assert baked.recorded == 1
+    assert not any("e4m3" in step or "quantize" in step for step in baked.left)
+    written_through_data(model)
+    assert not torch.equal(run(model, 1), first)
+    assert baked.recorded == 1
+
+
+def test_threads_share_the_weights():
+    model = in_e4m3(made())
+    expected = [run(model, seed) for seed in range(4)]
+    model.transformer_blocks[0].attn.to_q.weight.mul_(2).div_(
+        2
+    )  # the copies are made again by the first call
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(torch.no_grad()(lambda i: run(model, i % 4)), range(12)))
+    assert all(torch.equal(y, expected[i % 4]) for i, y in enumerate(found))
+
+
+# ---- on a GPU
+
+
+@pytest.fixture
+def on_gpu():
+    """A plan in E4M3 on a GPU, and a copy of its model in fp32."""
+    model = made().cuda()
+    exact = copy.deepcopy(model).float()
+    return in_e4m3(model), exact
+
+
+@pytest.mark.gpu
+def test_kernels_and_products_of_a_gpu(on_gpu):
+    model, exact = on_gpu
+    for seed in range(3):
+        median, most = errors(run(model, seed), run(exact, seed))
+        assert 0 < median < MEDIAN
+        assert most < MOST
+    baked = baked_of(model)
+    assert baked.recorded == 1
+    assert not baked.declined
+    assert not any("e4m3" in step or "quantize" in step for step in baked.left)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", [scaled, written_through_data, replaced_data, made_strong])
+def test_changes_on_a_gpu(change, on_gpu):
+    model, _ = on_gpu
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        change(model)
+    other = copy.deepcopy(model)
+    sdfastgn.restore(other)
+    found = run(model, 1)
+    run(sdfastgn.optimize(other, precision="fp8"), 1)
+    assert torch.equal(found, run(other, 1))
+
+
+@pytest.mark.gpu
+def test_a_graph_of_other_code_has_the_rows_of_its_own_inputs(on_gpu):
+    model, _ = on_gpu
+    inputs = inputs_of(model)
+    CALL["SD3Transformer2DModel"].run(model, **inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (y,) = CALL["SD3Transformer2DModel"].run(model, **inputs)
+    inputs["hidden_states"].mul_(100)
+    graph.replay()
+    (expected,) = CALL["SD3Transformer2DModel"].run(model, **inputs)
+    assert torch.equal(y, expected)
