@@ -99,7 +99,7 @@ def optimize(
         fold_batch_norm: True folds each BatchNorm2d after a Conv2d in an ``nn.Sequential`` (docs/fusions.md).
         merge_adapters: True runs layers with LoRA adapters with a copy of merged weights (docs/lora.md).
         exact_tiling: True computes the same image in tiles as without, where possible (docs/memory.md).
-        precision: ``"fp8"`` computes most matrix products of transformer blocks in E4M3 (docs/fp8.md).
+        precision: ``"fp8"`` computes most matrix products of transformers in E4M3 (docs/fp8.md).
         plans: True runs models without fused blocks as plans, made from a trace (docs/plans.md).
         trust: names of packages whose code may keep state in calls that become plans (docs/plans.md).
 
@@ -388,7 +388,8 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Snapshot], We
         _refuse_nothing(call, obj, every, options)
     if not every:
         return [], WeakSet()
-    fp8_option.check(call, roots.values(), options.precision)
+    in_rows = [w for root in roots.values() if options.plans for w in planning.weights_in_rows(root)]
+    fp8_option.check(call, roots.values(), options.precision, in_rows)
     if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
         raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
     _prepare_triton(every.values())
@@ -439,7 +440,8 @@ def _set_options(roots: Iterable[nn.Module], options: Options) -> None:
     for root in roots:
         merged_adapters.allow(root, options.merge_adapters)
         patcher.leave_out(root, options.left_out)
-        fp8_option.set_precision(root, options.precision)
+        has_rows = options.plans and bool(planning.weights_in_rows(root))
+        fp8_option.set_precision(root, options.precision, has_rows=has_rows)
         former = planning.take_off(root) if graphs.has_graphable(root) else ()  # graphs may take their place
         graphs.install(root, options.cuda_graphs)
         trusted = frozenset(options.trust)

@@ -301,7 +301,11 @@ def _fp8_paragraph(f: Fp8, max_paths: int) -> tuple[str, list[str]]:
             f"{len(f.growing)} stay in the model's dtype, because their inputs keep growing: {names}"
         )
     notes += [f"{f.again} learned again, because values were beyond the range of FP8"] if f.again else []
-    if f.in_e4m3:
+    if f.has_row_scales:
+        notes.append("each row of inputs and weights has a scale")
+        if not f.products and not f.offloading:
+            notes.append("no plan was made yet")
+    elif f.in_e4m3:
         notes.append(f"largest relative error of a product: {f.error:.3f}")
         notes.append(f"values beyond the range of FP8: {f.beyond}")
     memory = f"{f.bytes / 2**20:.0f} MiB"

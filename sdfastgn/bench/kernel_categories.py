@@ -32,6 +32,7 @@ _OWN_FILES = (
     ("low_rank", GEMM),
     ("geglu", POINTWISE),
     ("rotate", POINTWISE),
+    ("quantize_rows", POINTWISE),
     ("upsample", POINTWISE),  # the convolution of upsample_conv2d runs in cuDNN, not in these kernels
     ("checksum", POINTWISE),
 )

@@ -1,12 +1,13 @@
 """``optimize``'s option ``precision``: gives models products in FP8, and takes them away.
 
-``core/fp8_product.py`` explains products. ``transformer_block.py`` finds them in a model.
+``fp8/product.py`` explains products of transformer blocks, which ``transformer_block.py`` finds in a model.
+``fp8/rows.py`` has the weights that plans read.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,18 +18,19 @@ from sdfastgn.patches.graphs import install as graphs
 __all__ = ["check", "may_change", "put_back", "set_precision"]
 
 
-def check(call: str, roots: Iterable[nn.Module], precision: Any) -> None:
+def check(call: str, roots: Iterable[nn.Module], precision: Any, in_rows: Sequence[Tensor] = ()) -> None:
     """Raise ValueError if ``precision`` is no valid option, or if products of ``roots`` cannot run in it.
 
     That is, if there are no such products, or if the device or dtype of one of their weights does not fit.
 
-    ``call``: the name of the public function, for the error.
+    ``call``: the name of the public function, for the error. ``in_rows``: weights that plans would read.
     """
     if precision is None:
         return
     if precision != "fp8":
         raise ValueError(f'sdfastgn.{call}: precision={precision!r} must be None or "fp8"')
-    reason = fp8.reason_to_refuse([weights for root in roots for _, weights in _products_in(root)])
+    found = [weights for root in roots for _, weights in _products_in(root)]
+    reason = fp8.reason_to_refuse([*found, in_rows]) or fp8.reason_to_refuse_rows(in_rows)
     if reason is not None:
         raise ValueError(f'sdfastgn.{call}: precision="fp8" is impossible: {reason}')
 
@@ -38,8 +40,16 @@ def may_change(root: nn.Module, precision: str | None) -> bool:
     return precision is not None or any(map(fp8.is_allowed, _models_in(root)))
 
 
-def set_precision(root: nn.Module, precision: str | None) -> None:
-    """Give the models in ``root`` products in FP8, or drop them. Graphs of changed models are dropped."""
+def set_precision(root: nn.Module, precision: str | None, *, has_rows: bool = False) -> None:
+    """Give the models in ``root`` products in FP8, or drop them. Graphs of changed models are dropped.
+
+    ``has_rows``: True if plans of ``root`` compute the products.
+    """
+    if precision is not None and has_rows:
+        if fp8.row_weights(root) is None:
+            graphs.remove(root)
+            fp8.allow_rows(root)
+        return
     for model in _models_in(root):
         found = [] if precision is None else _products_in(model)
         if found and not fp8.has_all(model, found):

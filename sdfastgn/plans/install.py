@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
@@ -20,6 +20,7 @@ from sdfastgn.patches import patcher
 from sdfastgn.patches.code.checked import entrances, stop_checking
 from sdfastgn.patches.code.states import States
 from sdfastgn.patches.fp8 import models as fp8
+from sdfastgn.patches.fp8.rows import RowWeights
 from sdfastgn.patches.graphs.forward import GraphedForward, Planner
 from sdfastgn.patches.graphs.install import graphed_of, outermost, place_in, set_mode
 from sdfastgn.patches.graphs.models import is_graphable, numbers_of
@@ -30,6 +31,7 @@ from sdfastgn.patches.swap.instance_entries import guard, unguard
 from sdfastgn.patches.swap.tested_sources import Untested
 from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.inside import CONVOLUTIONS
+from sdfastgn.plans.rewrite.e4m3 import FEWEST_COLUMNS
 
 __all__ = [
     "Planned",
@@ -41,6 +43,7 @@ __all__ = [
     "remove",
     "take_off",
     "trusted_in",
+    "weights_in_rows",
 ]
 
 # Fusions of layers that occur in models of all kinds. Any other fusion is one of blocks.
@@ -98,6 +101,14 @@ def gets_plans(root: nn.Module) -> bool:
 def is_convolutional(root: nn.Module) -> bool:
     """True if ``root`` has norms, and most of its weights are in convolutions."""
     return _has_most_weights(root, CONVOLUTIONS) and any(map(_is_norm, root.modules()))
+
+
+def weights_in_rows(root: nn.Module) -> list[Tensor]:
+    """The weights of linear layers that plans of ``root`` may read in E4M3. Empty if it is no transformer."""
+    if not (_has_adaptive_norms(root) and gets_plans(root)):
+        return []
+    weights = [m.weight for m in root.modules() if isinstance(m, nn.Linear)]
+    return [weight for weight in weights if min(weight.shape) >= FEWEST_COLUMNS]
 
 
 def _has_adaptive_norms(root: nn.Module) -> bool:
@@ -197,7 +208,8 @@ def install(
     A module with CUDA graphs gets a ``Planner`` instead. ``cuda_graphs``: the mode of the graphs that a
     transformer gets with its plans. ``former``: what ``take_off`` has returned, with its plans.
     """
-    has_fp8 = fp8.is_allowed(root)  # plans have no such products
+    weights = fp8.row_weights(root)
+    has_fp8 = fp8.is_allowed(root) and weights is None  # plans have no products with learned scales
     can_have = is_on and not has_fp8 and reason_of_cudnn(root) is None
     has_plans = can_have and gets_plans(root)
     is_transformer = (has_plans or graphed_of(root) is not None) and _has_adaptive_norms(root)
@@ -211,14 +223,15 @@ def install(
     for _, module in outermost(root):
         for graphed in GraphedForward.of(module):
             graphed_modules.add(module)
-            maker = _Maker(trusted, verifies) if is_on else None
+            maker = _Maker(trusted, verifies, weights=weights) if is_on else None
             _set_planner(module, graphed, maker, is_required=is_transformer and module is root)
     if not has_plans and not (can_have and not graphed_modules and _is_called_each_step(root)):
         remove(root)
         return
     for module in root.modules():  # also those that have plans because of a boundary
         planned = _planned(module)
-        if planned is not None and (planned.trusted, planned.verifies) != (trusted, verifies):
+        own = None if planned is None else (planned.trusted, planned.verifies, planned.weights)
+        if own is not None and own != (trusted, verifies, weights):
             _take_off(module).clear()
     for module in entrances(root):
         planned = _planned(module)
@@ -226,10 +239,10 @@ def install(
         place = place_in(module) if graphed_modules.isdisjoint(module.modules()) else None
         is_layer = is_adapted(module) or not any(True for _ in module.children())
         if planned is None and place in _PLACES and not is_layer:
-            options = module, trusted, verifies
-            kept = next((f for f in former if (f.module, f.trusted, f.verifies) == options), None)
+            options = module, trusted, verifies, weights
+            kept = next((f for f in former if (f.module, f.trusted, f.verifies, f.weights) == options), None)
             vars(module)[place] = kept or PlannedForward(
-                module, trusted, place in vars(module), verifies=verifies
+                module, trusted, place in vars(module), verifies=verifies, weights=weights
             )
             guard(module)
         if _planned(module) is not None and not takes_adapters(module):
@@ -261,6 +274,10 @@ class _Maker:
     trusted: frozenset[str]
     verifies: bool
     is_captured: bool = False
+    weights: RowWeights | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Maker, (self.trusted, self.verifies, self.is_captured)  # a copy has no weights in E4M3
 
     def __call__(self, module: nn.Module, method: str, states: States) -> PlannedForward:
         options = {"method": method, "states": states, **vars(self)}

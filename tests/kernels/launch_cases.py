@@ -9,7 +9,7 @@ import torch
 import sdfastgn
 from sdfastgn.kernels.act_linear.op import act_linear
 from sdfastgn.kernels.ada_norm.op import Norm as RowNorm
-from sdfastgn.kernels.ada_norm.op import ada_norm
+from sdfastgn.kernels.ada_norm.op import ada_norm, ada_norm_in_e4m3
 from sdfastgn.kernels.attention import wide_heads_kernels
 from sdfastgn.kernels.attention.few_keys import attend_to_few
 from sdfastgn.kernels.attention.over_frames import attend_over_frames
@@ -23,6 +23,7 @@ from sdfastgn.kernels.geglu.op import geglu
 from sdfastgn.kernels.layer_norm.grouped import Groups, grouped_layer_norm
 from sdfastgn.kernels.low_rank.op import Factors, Sum, add_low_rank, rank_blocks
 from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm, pad_frames
+from sdfastgn.kernels.quantize_rows.op import quantize_rows
 from sdfastgn.kernels.rotate.op import rotate
 from sdfastgn.kernels.statistics.config import statistics_pay
 from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
@@ -200,6 +201,11 @@ def _in_e4m3(shape, dtype):
     sdfastgn.layer_norm(x, weight, weight, quantizer=quantizer)
     sdfastgn.add_layer_norm(x, x, weight, weight, total_bias=weight, quantizer=quantizer)
     geglu(x, weight, quantizer=quantizer)
+    quantize_rows(x[None])
+    quantize_rows(x[None], "identity", x[None], "gelu_tanh")
+    quantize_rows(x[None], "silu", x[None], multiplies=True)
+    for norm in (RowNorm("layer"), RowNorm("rms", weight)):
+        ada_norm_in_e4m3(x[None], x[None], weight[None, None], None, norm, weight[None, None])
 
 
 def _few_keys(shape, dtype):

@@ -73,7 +73,8 @@ def kernels(generation):
         {"_short_attention_kernel", "_frames_attention_kernel"} if is_amd or generation == "sm_75" else set()
     )
     wide_heads = {"_softmax_kernel", "_divide_kernel"} if is_amd else set()
-    return found - few_keys - wide_heads
+    e4m3 = set() if generation in WITH_E4M3 else {"_quantize_rows_kernel"}
+    return found - few_keys - wide_heads - e4m3
 
 
 @pytest.mark.every_gpu

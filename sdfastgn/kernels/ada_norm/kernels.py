@@ -10,7 +10,9 @@ Tensors. All except x may be None:
 - ``gate``, ``factor``, ``offset``: (B, S, D), with contiguous rows. A stride is 0 where one element is used
   for all samples or for all rows;
 - ``branch_weight``, ``weight``, ``bias``: (D,);
-- ``total``, ``y``: (B, S, D), contiguous, in the dtype of x.
+- ``total``, ``y``: (B, S, D), contiguous, in the dtype of x;
+- ``scales``: (B, S), contiguous, fp32. With them y is in E4M3, with a scale for each row
+  (``kernels/quantize_rows``).
 
 Strides are in units of ``VECTOR`` elements. The kernel multiplies them by it, so the compiler knows that
 products are multiples, and loads vectors.
@@ -26,8 +28,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from sdfastgn.kernels.common.e4m3_kernels import start_of_e4m3
 from sdfastgn.kernels.common.sums import inverse_deviation
 from sdfastgn.kernels.layer_norm.kernels import row_sum, tile_column, tile_row
+from sdfastgn.kernels.quantize_rows.kernels import in_rows_of_e4m3
 
 
 @triton.jit
@@ -63,7 +67,7 @@ def _tanh(v):
 )  # fmt: skip
 def _ada_norm_kernel(
     x_ptr, branch_ptr, gate_ptr, branch_weight_ptr, weight_ptr, bias_ptr, factor_ptr, offset_ptr, total_ptr,
-    y_ptr,
+    y_ptr, scales_ptr,
     rows, S, branch_eps, eps, x_sample, x_row, branch_sample, branch_row, gate_sample, gate_row,
     factor_sample, factor_row, offset_sample, offset_row,
     D: tl.constexpr, VECTOR: tl.constexpr, BRANCH_NORM: tl.constexpr, KIND: tl.constexpr,
@@ -119,4 +123,8 @@ def _ada_norm_kernel(
         if offset_ptr is not None:
             at = _at(sample, row, offset_sample, offset_row, c, VECTOR)
             y += tl.load(offset_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if scales_ptr is not None:
+            y, scale = in_rows_of_e4m3(y, WIDE)
+            tl.store(scales_ptr + r, scale, mask=is_row)
+            out += start_of_e4m3()
         tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)

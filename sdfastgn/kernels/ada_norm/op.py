@@ -7,7 +7,7 @@ Formula, for x and branch (B, S, D), with a sum or without (without it, total is
 
 branch' is the branch, or its RMS norm times ``branch_weight``. norm is a LayerNorm or an RMS norm of each
 row, with or without weight and bias. The gate may be tanh(gate), and the factor 1 + factor. Each part except
-x may be missing.
+x may be missing. ``ada_norm_in_e4m3`` writes y in E4M3, with a scale for each row (``quantize_rows/op.py``).
 
 On a GPU the kernel of ``ada_norm/kernels.py`` runs. Everywhere else, for rows that are too long for the
 kernel, and if gradients are wanted, ``reference_ada_norm`` runs.
@@ -29,8 +29,9 @@ from sdfastgn.kernels.common.declaration import Operand, Value, checks_of
 from sdfastgn.kernels.common.plan_cache import Plans
 from sdfastgn.kernels.common.sizes import MAX_OFFSET
 from sdfastgn.kernels.layer_norm.config import fits_registers
+from sdfastgn.kernels.quantize_rows.op import reference_quantize_rows
 
-__all__ = ["AdaNormCall", "Norm", "ada_norm", "reference_ada_norm"]
+__all__ = ["AdaNormCall", "Norm", "ada_norm", "ada_norm_in_e4m3", "reference_ada_norm"]
 
 # Norms of a row. "none": no y is computed.
 _KINDS = ("layer", "rms", "none")
@@ -78,6 +79,7 @@ class AdaNormCall(NamedTuple):
     tanh: bool
     plus_one: bool
     keeps_total: bool
+    in_e4m3: bool
 
 
 def reference_ada_norm(
@@ -139,7 +141,7 @@ _plans = Plans("ada_norm", AdaNormCall, _plan)
 _NAME = f"{__name__}.ada_norm"
 
 
-# --- public function ------------------------------------------------------------------------------
+# --- public functions -----------------------------------------------------------------------------
 
 
 def ada_norm(
@@ -183,15 +185,59 @@ def ada_norm(
 
     Source: torch.nn.functional.layer_norm and rms_norm for the norms.
     """
-    call = _call_of(x, branch, gate, branch_norm, norm, factor, offset, tanh, plus_one, keeps_total)
-    if dispatch.is_plain_inference(x, call):
+    call = _call_of(x, branch, gate, branch_norm, norm, factor, offset, tanh, plus_one, keeps_total, False)
+    found = _launched(_NAME, call)
+    if found is not None:
+        return found[:2]
+    return reference_ada_norm(
+        x, branch, gate, branch_norm, norm, factor, offset,
+        tanh=tanh, plus_one=plus_one, keeps_total=keeps_total,
+    )  # fmt: skip
+
+
+def ada_norm_in_e4m3(
+    x: Tensor,
+    branch: Tensor | None = None,
+    gate: Tensor | None = None,
+    branch_norm: Norm | None = None,
+    norm: Norm | None = None,
+    factor: Tensor | None = None,
+    offset: Tensor | None = None,
+    *,
+    tanh: bool = False,
+    plus_one: bool = False,
+    keeps_total: bool = True,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Computes ``ada_norm`` with y in E4M3, and a scale for each row, as ``quantize_rows`` does.
+
+    The arguments, and what is raised: as in ``ada_norm``. There must be a norm.
+
+    Returns:
+        (total, y, scales): total as in ``ada_norm``; y (B, S, D) in E4M3; scales (B, S) fp32. A row of
+        ``ada_norm``'s y is about its scale times the row of y. Both are contiguous.
+    """
+    call = _call_of(x, branch, gate, branch_norm, norm, factor, offset, tanh, plus_one, keeps_total, True)
+    found = _launched(f"{_NAME}_in_e4m3", call)
+    if found is not None:
+        return found
+    total, y = reference_ada_norm(
+        x, branch, gate, branch_norm, norm, factor, offset,
+        tanh=tanh, plus_one=plus_one, keeps_total=keeps_total,
+    )  # fmt: skip
+    assert y is not None
+    return total, *reference_quantize_rows(y)
+
+
+def _launched(name: str, call: AdaNormCall) -> Any:
+    """(total, y, scales) of the kernel. None if it cannot run. ``name``: of the public function."""
+    if dispatch.is_plain_inference(call.x, call):
         try:
             # Plans are made and cached only for valid arguments. So if a plan is found, the arguments are
             # valid, and need no check.
             plan = _plans.made.get(_plans.key(call, _plans.tensors(call)))
             if plan is None:
-                _check(_NAME, call)
-                if _has_kernel(x):
+                _check(name, call)
+                if _has_kernel(call.x):
                     plan = _plans.of(call)
             if plan is not None:
                 return plan.run(call)
@@ -200,13 +246,10 @@ def ada_norm(
         # ``_plans.key`` raises an error that does not help the user if an argument is a number instead of a
         # tensor, or a tensor without strides or memory. ``_check`` names the argument.
         except (AttributeError, RuntimeError):
-            _check(_NAME, call)
+            _check(name, call)
             raise
-    _check(_NAME, call)
-    return reference_ada_norm(
-        x, branch, gate, branch_norm, norm, factor, offset,
-        tanh=tanh, plus_one=plus_one, keeps_total=keeps_total,
-    )  # fmt: skip
+    _check(name, call)
+    return None
 
 
 def _call_of(
@@ -233,6 +276,8 @@ def _check_operands(name: str, call: AdaNormCall) -> None:
         raise ValueError(f"{name}: gate and branch_norm need a branch")
     if call.kind == "none" and not (call.factor is call.offset is None and call.keeps_total):
         raise ValueError(f"{name}: factor, offset and keeps_total=False need a norm")
+    if call.kind == "none" and call.in_e4m3:
+        raise ValueError(f"{name}: there must be a norm")
     for label in ("gate", "factor", "offset"):
         t = getattr(call, label)
         if t is None:

@@ -4,7 +4,8 @@ cuBLASLt takes matrices in column-major order. A row-major (rows, columns) matri
 memory as a column-major (columns, rows) matrix. So for ``out = x @ weight.T`` cuBLASLt computes ``out.T =
 weight @ x.T``.
 
-The values of the constants below are from ``cublasLt.h``. They have not changed since CUDA 11.
+The values of the constants below are from ``cublasLt.h``. They have not changed since CUDA 11. Libraries from
+before CUDA 12.9 refuse scales for rows.
 
 Source: NVIDIA, cuBLAS documentation, "Using the cuBLASLt API".
 """
@@ -31,8 +32,15 @@ _FP32 = 0
 _COMPUTE_FP32 = 68
 # Attributes that are set in the descriptor of a product, from cublasLtMatmulDescAttributes_t.
 _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER, _A_SCALE_POINTER, _B_SCALE_POINTER, _FAST_SUMS = 3, 7, 8, 17, 18, 25
+_A_SCALE_MODE, _B_SCALE_MODE = 31, 32
 # Values of the attributes _TRANSPOSE_A and _EPILOGUE: CUBLAS_OP_T, CUBLASLT_EPILOGUE_BIAS.
 _TRANSPOSED, _ADD_BIAS = 1, 4
+# Value of the attributes _A_SCALE_MODE and _B_SCALE_MODE: one fp32 scale for each row of x and of the weight,
+# CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F.
+_SCALES_OF_ROWS = 3
+# Stands for the addresses of scales where none are read: without addresses cuBLASLt recommends no algorithm
+# that takes scales for rows.
+_SOME_ADDRESS = 256
 # Attribute of a request for algorithms: the maximum scratch memory of an algorithm
 # (cublasLtMatmulPreferenceAttributes_t).
 _MAX_WORKSPACE = 1
@@ -56,6 +64,7 @@ class Shape(NamedTuple):
     x is (rows, depth), weight is (columns, depth), out is (rows, columns). ``has_bias``: True if a bias
     (columns,) is added. ``adds``: True if the product is added to the old values of ``out``. ``is_e4m3``:
     True if x and weight are in E4M3, each with a scale. Then ``dtype`` is the dtype of out.
+    ``has_row_scales``: True if each row of x and of weight has a scale.
     """
 
     rows: int
@@ -65,6 +74,7 @@ class Shape(NamedTuple):
     has_bias: bool
     adds: bool
     is_e4m3: bool = False
+    has_row_scales: bool = False
 
 
 class Algorithm(NamedTuple):
@@ -169,6 +179,8 @@ def _described(shape: Shape, bias: int = 0, scales: tuple[int, int] = (0, 0)) ->
             _set("MatmulDesc", operation, _A_SCALE_POINTER, _Pointer(scales[1]))
             _set("MatmulDesc", operation, _B_SCALE_POINTER, _Pointer(scales[0]))
             _set("MatmulDesc", operation, _FAST_SUMS, ctypes.c_int8(1))
+        for mode in (_A_SCALE_MODE, _B_SCALE_MODE) if shape.has_row_scales else ():
+            _set("MatmulDesc", operation, mode, ctypes.c_int32(_SCALES_OF_ROWS))
         dtype = E4M3 if shape.is_e4m3 else shape.dtype
         yield _Arguments(
             operation,
@@ -193,7 +205,7 @@ def algorithms(shape: Shape, device: torch.device) -> list[Algorithm]:
     _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
     try:
         _set("MatmulPreference", preference, _MAX_WORKSPACE, ctypes.c_size_t(_WORKSPACE))
-        with _described(shape) as given:
+        with _described(shape, scales=(_SOME_ADDRESS, _SOME_ADDRESS)) as given:
             _call(
                 "cublasLtMatmulAlgoGetHeuristic",
                 _handle(device), *given, given.out, preference, _MAX_ALGORITHMS, found, ctypes.byref(count),
@@ -221,7 +233,8 @@ def multiply(
         algorithm: one of ``algorithms(shape, device)``.
         x, weight, bias, out: as in ``Shape``, on the current device. Their addresses must be multiples of
             256, because cuBLASLt assumes this.
-        scales: the scales of x and weight, (1,) fp32, if ``shape.is_e4m3``; else None.
+        scales: the scales of x and weight, fp32, if ``shape.is_e4m3``; else None. (1,) each, or (rows,) and
+            (columns,) if ``shape.has_row_scales``.
 
     Raises ``Refused`` if cuBLASLt cannot run the algorithm.
     """

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import private
 
+__all__ = ["row_scaled_product", "scaled_product"]
+
 
 def scaled_product(x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     """Computes ``(scales[0] * x) @ (scales[1] * weight).T``.
@@ -27,3 +29,26 @@ def scaled_product(x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], dty
     return scaled_mm(
         x, weight.t(), scale_a=scale_x, scale_b=scale_weight, out_dtype=dtype, use_fast_accum=True
     )
+
+
+def row_scaled_product(
+    x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Computes ``(scales[0][:, None] * x) @ (scales[1][:, None] * weight).T + bias``.
+
+    Args:
+        x, weight: as in ``scaled_product``.
+        scales: the scales of the rows of x, (rows,), and of those of weight, (columns,), fp32.
+        bias: (columns,) in ``dtype``, or None.
+        dtype: the dtype of the result. On a GPU it must be bf16: some releases of PyTorch compute no other.
+
+    Returns (rows, columns). Sums on NVIDIA's Hopper GPUs are as in ``scaled_product``.
+    """
+    scale_x, scale_weight = scales[0].unsqueeze(1), scales[1].unsqueeze(0)
+    if not x.is_cuda:
+        wide = torch.promote_types(dtype, torch.float32)
+        y = (x.to(wide) @ weight.to(wide).t()) * scale_x * scale_weight
+        return (y if bias is None else y + bias.to(wide)).to(dtype)
+    scaled_mm: Any = private.scaled_mm
+    options: Any = {"scale_a": scale_x, "scale_b": scale_weight, "bias": bias, "out_dtype": dtype}
+    return scaled_mm(x, weight.t(), use_fast_accum=True, **options)

@@ -6,7 +6,8 @@ the fastest one can take a third less time. sdfastgn finds and uses it in two st
 - In a *rehearsal* (``chosen_after``) a model is called once, and the shapes of its products are recorded.
   After the call, each product is timed in PyTorch and with the algorithms that give the same bits as PyTorch.
 - When a graph is captured later, each product uses its fastest algorithm. So a graph computes exactly the
-  same bits as PyTorch. The only exceptions are sums with a product in E4M3 (``add_linear_e4m3_``).
+  same bits as PyTorch. The only exceptions are sums with a product in E4M3 (``add_linear_e4m3_``)
+  and products with a scale for each row (``linear_of_rows``).
 
 Outside of graphs PyTorch's own products run, because a call through ctypes takes more CPU time.
 """
@@ -14,10 +15,10 @@ Outside of graphs PyTorch's own products run, because a call through ctypes take
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from sdfastgn.kernels.common.e4m3 import E4M3
 from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.common.private import sleep, switches
 from sdfastgn.kernels.product.cublaslt import Algorithm, Refused, Shape, algorithms, multiply
-from sdfastgn.kernels.product.e4m3 import scaled_product
+from sdfastgn.kernels.product.e4m3 import row_scaled_product, scaled_product
 
 # An algorithm is chosen only for products of these dtypes, and for products of E4M3 tensors. PyTorch computes
 # all others.
@@ -49,9 +50,9 @@ _ROUNDS = 3
 _HEAD_START = 400_000
 # Algorithms that take longer than this multiple of the best time in the first round are not timed again.
 _NEAR = 1.05
-# cuBLASLt rounds the sum of a tensor and a product in E4M3 once, PyTorch twice. Their results count as near
-# (``_ways_of_e4m3``) if their relative distance is smaller than this.
-_NEAR_SUM = 0.01
+# Two results whose bits may differ (``_ways_of_e4m3``) count as near if their relative distance is smaller
+# than this.
+_NEAR_RESULT = 0.01
 # An algorithm is only chosen if it takes less than this fraction of PyTorch's time. A smaller gain may be
 # noise.
 _WORTHWHILE = 0.98
@@ -143,6 +144,25 @@ def linear_e4m3(x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], dtype:
     return out.view(*x.shape[:-1], len(weight))
 
 
+def linear_of_rows(
+    x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """``row_scaled_product`` for x (..., depth), with one scale for each row: ``scales[0]`` is (...).
+
+    In CUDA graphs it uses the algorithm that a rehearsal has chosen.
+
+    Returns (..., columns). The other arguments are as in ``row_scaled_product``.
+    """
+    rows, scales = x.view(-1, x.shape[-1]), (scales[0].view(-1), scales[1])
+    choice = _choice_of_e4m3(rows, weight, dtype, None, bias, scales) if is_choosing() else None
+    if choice is None:
+        out = row_scaled_product(rows, weight, scales, bias, dtype)
+    else:
+        out = torch.empty((len(rows), len(weight)), dtype=dtype, device=x.device)
+        multiply(*choice, rows, weight, bias, out, scales)
+    return out.view(*x.shape[:-1], len(weight))
+
+
 def add_linear_e4m3_(total: Tensor, x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor]) -> None:
     """Computes ``total += (scales[0] * x) @ (scales[1] * weight).T``.
 
@@ -172,17 +192,23 @@ def _choice(
 
 
 def _choice_of_e4m3(
-    x: Tensor, weight: Tensor, dtype: torch.dtype, total: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    dtype: torch.dtype,
+    total: Tensor | None,
+    bias: Tensor | None = None,
+    row_scales: Sequence[Tensor] = (),
 ) -> tuple[Shape, Algorithm] | None:
-    """``_choice`` for ``linear_e4m3`` and ``add_linear_e4m3_``."""
+    """``_choice`` for products in E4M3. ``row_scales``: the scales, if each row has one."""
     (rows, depth), columns = x.shape, len(weight)
-    operands = [x, weight] if total is None else [x, weight, total]
+    operands = [t for t in (x, weight, total, bias, *row_scales) if t is not None]
     fits = (
         _FEWEST_ROWS <= rows <= _MOST_ELEMENTS // columns
         and all(t.is_contiguous() and t.data_ptr() % _ALIGNMENT == 0 for t in operands)
         and gpu.is_current(x.device)
     )
-    shape = Shape(rows, columns, depth, dtype, False, total is not None, is_e4m3=True)
+    has = bias is not None, total is not None, True, bool(row_scales)
+    shape = Shape(rows, columns, depth, dtype, *has)
     return _choice_for(_Kind(shape, x.device, ())) if fits else None
 
 
@@ -228,9 +254,9 @@ def _kind_of(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | Non
 def chosen_after() -> Iterator[None]:
     """A context for a rehearsal: it finds the fastest algorithms for the products inside.
 
-    It records the products of ``linear``, ``add_linear_``, ``linear_e4m3`` and ``add_linear_e4m3_`` on the
-    current device. At its end it times the algorithms of each, on the current stream, and remembers the
-    fastest. Products that were timed before in this process are not timed again.
+    It records the products of all functions above on the current device. At its end it times the algorithms
+    of each, on the current stream, and remembers the fastest. Products that were timed
+    before in this process are not timed again.
 
     Raises:
         torch.OutOfMemoryError: there is no memory for timing. Products that were not timed yet will be
@@ -324,34 +350,43 @@ def _ways_of_e4m3(kind: _Kind) -> list[_Way]:
     """``_ways_of`` for a product of E4M3 tensors.
 
     To add a product to a tensor, PyTorch first rounds the product and then the sum, and an algorithm rounds
-    only the sum. Their bits differ. So the first algorithm whose result is near PyTorch's result decides
-    which bits the other algorithms must give.
+    only the sum. With a scale for each row, PyTorch may have a kernel that is not in cuBLASLt. Their bits
+    differ. So the first algorithm whose result is near PyTorch's result decides which bits the other
+    algorithms must give.
     """
     shape, device = kind.shape, kind.device
     random = _random(kind)
     x, weight = random(shape.rows, shape.depth).to(E4M3), random(shape.columns, shape.depth).to(E4M3)
     start = random(shape.rows, shape.columns)
-    one = torch.ones(1, device=device)
-    operands = x, weight, (one, one)
-    expected, out = scaled_product(*operands, shape.dtype), start.clone()
-    own: Callable[[], object] = partial(scaled_product, *operands, shape.dtype)
+    bias = random(shape.columns) if shape.has_bias else None
+    # Scales that differ: an algorithm with one scale for all rows must not be near.
+    sizes = (shape.rows, shape.columns) if shape.has_row_scales else (1, 1)
+    scales: Any = tuple(torch.arange(size, dtype=torch.float32, device=device) % 7 + 1 for size in sizes)
+    operands = x, weight, scales
+    own: Callable[[], Any] = partial(scaled_product, *operands, shape.dtype)
+    if shape.has_row_scales:
+        own = partial(row_scaled_product, *operands, bias, shape.dtype)
+    expected, out = own(), start.clone()
     if shape.adds:
         expected.add_(start)
         own = partial(_add_product_, out, operands)
     ways: list[_Way] = [(None, own)]
     try:
         found = algorithms(shape, device)
-    except Refused:  # some GPUs and versions of cuBLASLt cannot add a product in E4M3 to a tensor
+    except (
+        Refused
+    ):  # some GPUs and versions of cuBLASLt have no such products, or cannot add them to a tensor
         found = []
     for algorithm in found:
         try:
-            multiply(shape, algorithm, x, weight, None, out.copy_(start), (one, one))
+            multiply(shape, algorithm, x, weight, bias, out.copy_(start), scales)
         except Refused:
             continue
-        if shape.adds and len(ways) == 1 and _distance(out, expected) < _NEAR_SUM:
+        may_differ = shape.adds or shape.has_row_scales
+        if may_differ and len(ways) == 1 and _distance(out, expected) < _NEAR_RESULT:
             expected = out.clone()
         if torch.equal(out, expected):
-            ways.append((algorithm, partial(multiply, shape, algorithm, x, weight, None, out, (one, one))))
+            ways.append((algorithm, partial(multiply, shape, algorithm, x, weight, bias, out, scales)))
     return ways
 
 

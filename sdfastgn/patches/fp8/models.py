@@ -21,7 +21,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +30,16 @@ from torch.utils.hooks import RemovableHandle
 
 from sdfastgn.kernels.common import private
 from sdfastgn.patches.fp8.product import Product, ProductCall, Products
+from sdfastgn.patches.fp8.rows import RowWeights
 from sdfastgn.patches.lora.merged_adapters import is_merged, is_wrapper, wrapped_layer
-from sdfastgn.patches.offload.moves import follow_moves, stop_following
+from sdfastgn.patches.offload.moves import follow, follow_moves, stop_following
 from sdfastgn.patches.swap.instance_entries import InstanceEntry
 
 __all__ = [
     "Fp8",
     "Kept",
     "allow",
+    "allow_rows",
     "compare",
     "copy_counts",
     "device_reason",
@@ -55,14 +57,15 @@ __all__ = [
     "product_of",
     "reason_now",
     "refresh",
+    "row_weights",
     "state_of",
 ]
 
 # The sizes of weights must be multiples of this number.
 _SIZES = 16
 _HALVES = (torch.float16, torch.bfloat16)
-# Model -> its products.
-_models: weakref.WeakKeyDictionary[nn.Module, Products] = weakref.WeakKeyDictionary()
+# Model -> its products, or the weights that its plans read.
+_models: weakref.WeakKeyDictionary[nn.Module, Products | RowWeights] = weakref.WeakKeyDictionary()
 # Module -> its product. The module is the linear layer, or the owner of the layers with the same input.
 _products: weakref.WeakKeyDictionary[nn.Module, Product] = weakref.WeakKeyDictionary()
 # Module -> the products of the model that contains it.
@@ -95,6 +98,8 @@ class Fp8:
         bytes: size of the weights in E4M3.
         offloading: what moves the weights in each call, so that no product runs in E4M3 or learns; empty if
             nothing does.
+        has_row_scales: True if each row has a scale, as in plans. Then there are only ``path``, ``products``,
+            ``in_e4m3``, ``bytes`` and ``offloading``, and a product is a weight that was quantized so far.
     """
 
     path: str
@@ -111,6 +116,7 @@ class Fp8:
     beyond: int
     bytes: int
     offloading: str = ""
+    has_row_scales: bool = False
 
 
 def device_reason(device: torch.device) -> str | None:
@@ -134,6 +140,12 @@ def reason_to_refuse(found: Iterable[Sequence[Tensor]]) -> str | None:
     return next(reasons, f"its weights are {others[0]}, and not fp16 or bf16" if others else None)
 
 
+def reason_to_refuse_rows(weights: Iterable[Tensor]) -> str | None:
+    """Why plans cannot compute products of ``weights`` in E4M3, beside ``reason_to_refuse``."""
+    others = [str(weight.dtype) for weight in weights if weight.dtype is not torch.bfloat16]
+    return f"its weights are {others[0]}, and FP8 in plans needs bf16" if others else None
+
+
 def can_quantize(weights: Sequence[Tensor]) -> bool:
     """True if the sizes of ``weights`` allow a product in E4M3, and PyTorch counts writes into them."""
     first = weights[0]
@@ -147,6 +159,19 @@ def can_quantize(weights: Sequence[Tensor]) -> bool:
 def is_allowed(model: nn.Module) -> bool:
     """True if ``allow`` has given ``model`` products."""
     return model in _models
+
+
+def allow_rows(model: nn.Module) -> None:
+    """Let plans of ``model`` compute products in E4M3. Drop its graphs and plans first."""
+    forget_all(model)
+    _models[model] = RowWeights(model)
+    follow(model)
+
+
+def row_weights(model: nn.Module) -> RowWeights | None:
+    """The weights in E4M3 of the plans of ``model``; None if its plans have none."""
+    own = _models.get(model)
+    return own if isinstance(own, RowWeights) else None
 
 
 def has_all(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]]) -> bool:
@@ -164,8 +189,9 @@ def allow(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]])
     for owner, weights in found:
         if not _has(owner, weights):
             _products[owner] = Product(weights)
-    if model in _models:
-        own.counts.beyond = _models[model].beyond()
+    former = _models.get(model)
+    if isinstance(former, Products):
+        own.counts.beyond = former.beyond()
     own.begin([_products[m] for m in model.modules() if m in _products])
     _set(model, own, [owner for owner, _ in found])
 
@@ -185,7 +211,7 @@ def _set(model: nn.Module, own: Products, owners: Iterable[nn.Module]) -> None:
 class Kept(NamedTuple):
     """The products of a model at one time, and the owner of each."""
 
-    own: Products
+    own: Products | RowWeights
     by_owner: dict[nn.Module, Product]
 
 
@@ -209,6 +235,10 @@ def give_back(model: nn.Module, kept: Kept) -> None:
     Their copies in E4M3 are freed, because nothing has noticed changes of the weights meanwhile. The next
     call or graph makes them again.
     """
+    if isinstance(kept.own, RowWeights):
+        _models[model] = kept.own
+        follow(model)
+        return
     _products.update(kept.by_owner)
     kept.own.begin(kept.own.products)
     _set(model, kept.own, kept.by_owner)
@@ -367,11 +397,14 @@ def state_of(root: nn.Module, path: str) -> Iterator[Fp8]:
     ``path``: the path of ``root`` in its pipeline.
     """
     for name, model in root.named_modules(prefix=path):
-        if model in _models:
+        rows = row_weights(model)
+        if rows is not None:
+            yield _described_rows(name or type(model).__name__, rows)
+        elif model in _models:
             wrappers = [module for module in model.modules() if is_wrapper(module) and not is_merged(module)]
             adapted = {id(wrapped_layer(module).weight) for module in wrappers}
             found = {n: _products[m] for n, m in model.named_modules() if m in _products}
-            own = _models[model]
+            own: Any = _models[model]
             beyond = own.beyond()  # first, because scales may grow
             described = _described(name or type(model).__name__, found, adapted, beyond)
             offloading = own.offloading()
@@ -404,3 +437,11 @@ def _described(path: str, products: dict[str, Product], adapted: set[int], beyon
         beyond=beyond,
         bytes=sum(product.nbytes for product in products.values()),
     )
+
+
+def _described_rows(path: str, rows: RowWeights) -> Fp8:
+    offloading = rows.offloading()  # first, because copies may be freed
+    none: dict[str, Any] = dict.fromkeys(("learning", "short", "unused", "again", "adapted", "beyond"), 0)
+    none |= {"inexact": (), "growing": (), "error": math.nan}
+    count = rows.count
+    return Fp8(path, count, count, bytes=rows.nbytes, offloading=offloading, has_row_scales=True, **none)

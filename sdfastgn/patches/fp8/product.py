@@ -62,7 +62,7 @@ from sdfastgn.patches.lora.contents import Calls, Contents
 from sdfastgn.patches.lora.merged_weights import is_merged_weight, wait_for, written_now
 from sdfastgn.patches.swap.class_forward import accelerate_hooks
 
-__all__ = ["Product", "ProductCall", "Products", "linear", "written"]
+__all__ = ["Product", "ProductCall", "Products", "linear", "offloading_of", "written"]
 
 _Written = TypeVar("_Written")
 
@@ -138,7 +138,7 @@ class Products:
 
     def offloading(self) -> str:
         """What moves the weights in each call. Empty if nothing does. Otherwise the copies are freed now."""
-        found = next(filter(None, (_offloading_of(m) for ref in self._hooked if (m := ref()))), "")
+        found = offloading_of(self._hooked)
         if found and not self._was_offloaded:
             for product in self.products:
                 if product.nbytes:
@@ -685,6 +685,11 @@ def _state(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
 
 def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def offloading_of(modules: Iterable[weakref.ref[nn.Module]]) -> str:
+    """What moves the weights of one of ``modules`` in each call, by a hook on it. Empty if no hook does."""
+    return next(filter(None, (_offloading_of(m) for ref in modules if (m := ref()))), "")
 
 
 def _offloading_of(module: nn.Module) -> str:

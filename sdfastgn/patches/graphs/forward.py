@@ -19,6 +19,7 @@ A call takes these steps, each in its own file:
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -230,7 +231,8 @@ class GraphedForward(MethodEntry):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphedForward:
         module = memo.get(id(self.module), self.module)
-        return GraphedForward(module, self.mode, self._backend, *self._options, planner=self.planner)
+        planner = copy.deepcopy(self.planner, memo)
+        return GraphedForward(module, self.mode, self._backend, *self._options, planner=planner)
 
     @property
     def _options(self) -> tuple[bool, str, frozenset[str]]:

@@ -34,15 +34,18 @@ class Saved:
         """The file for the kind of call ``call`` of ``module`` in its present state."""
         return cls(None if files.folder() is None else key_of(module, call, device, guard))
 
-    def load(self, module: nn.Module, tensors: Any) -> tuple[Plan, Outcome] | None:
-        """The plan of the file and what its call returns; None if there is no such file, or a damaged one."""
+    def load(self, module: nn.Module, tensors: Any, copy_of: Any = None) -> tuple[Plan, Outcome] | None:
+        """The plan of the file and what its call returns; None if there is no such file, or a damaged one.
+
+        ``copy_of``: as in ``Plan``.
+        """
         text = None if self._key is None else files.load(self._key)
         if text is None:
             return None
         try:
             with without_collections():
                 traced, graph, outcome = content.read(text, module, tensors)
-                return Plan(traced, graph), outcome
+                return Plan(traced, graph, copy_of), outcome
         except torch.OutOfMemoryError:
             raise
         except Exception:  # the text is no plan

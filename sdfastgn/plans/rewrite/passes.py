@@ -11,6 +11,7 @@ from sdfastgn.plans.rewrite.ada_norms import ada_norms
 from sdfastgn.plans.rewrite.biases import biases
 from sdfastgn.plans.rewrite.cells import cells
 from sdfastgn.plans.rewrite.convolutions import convolutions, relus
+from sdfastgn.plans.rewrite.e4m3 import e4m3
 from sdfastgn.plans.rewrite.finish import finish
 from sdfastgn.plans.rewrite.heads import heads
 from sdfastgn.plans.rewrite.modulations import modulations
@@ -57,12 +58,17 @@ PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
 )
 
 
-def rewrite(graph: fx.Graph) -> fx.Graph:
-    """Replaces the ops of a traced graph by steps. Raises Untraceable if a plan cannot repeat an op."""
+def rewrite(graph: fx.Graph, *, in_e4m3: bool = False) -> fx.Graph:
+    """Replaces the ops of a traced graph by steps.
+
+    ``in_e4m3``: True to compute large products in E4M3. Raises Untraceable if a plan cannot repeat an op.
+    """
     for n in graph.nodes:
         _check(n)
     drawn = _random_numbers(graph)
     for each in PASSES:
+        if each is tokens and in_e4m3:  # before the other steps that compute activations of products
+            graph = e4m3(graph)
         graph = each(graph)
     if _random_numbers(graph) != drawn:
         raise Untraceable("the plan would draw the call's random numbers in another order")

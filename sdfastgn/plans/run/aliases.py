@@ -20,6 +20,9 @@ VIEWS = (steps.reshape, steps.permute, steps.expand, steps.cut)
 # Steps of tokens: their results are contiguous.
 _OF_ROWS = (
     steps.linear,
+    steps.linear_e4m3,
+    steps.quantize_rows,
+    steps.quantize_weight,
     steps.linear_gelu,
     steps.linears,
     steps.add_linear_,
@@ -27,6 +30,7 @@ _OF_ROWS = (
     steps.layer_norm,
     steps.add_layer_norm,
     steps.ada_norm,
+    steps.ada_norm_in_e4m3,
     steps.rotate,
     steps.join_heads,
 )

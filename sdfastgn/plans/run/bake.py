@@ -49,9 +49,9 @@ class _Operands(NamedTuple):
     """The fixed operands of a plan at one moment. Another thread may move weights at any time.
 
     Attributes:
-        fixed: parameters, tensors from elsewhere and constants.
+        fixed: parameters, tensors from elsewhere, copies and constants.
         aliases: views of them without gradients. They stay where the weights were at that moment.
-        addresses: the addresses of parameters and tensors from elsewhere.
+        addresses: the addresses of parameters, tensors from elsewhere and copies.
         layouts: see ``_layouts``.
     """
 
@@ -79,8 +79,10 @@ class Baked:
         self._bound: _Bound | None = None
         self._failure: str | None = None  # why the plan cannot be baked at all
         self._lock = threading.Lock()
-        held = [*plan.parameters, *((plan.others, i) for i in range(len(plan.others)))]
-        self._holders, self._keys = [holder for holder, _ in held], [key for _, key in held]
+        others = ((plan.others, i) for i in range(len(plan.others)))
+        held = [*plan.parameters, *others, *plan.copies]
+        self._holders: list[Any] = [holder for holder, _ in held]
+        self._keys: list[Any] = [key for _, key in held]
 
     @property
     def source(self) -> str:
@@ -131,7 +133,8 @@ class Baked:
         return "a dispatch mode is active" if dispatch.dispatch_modes() else None
 
     def _addresses(self) -> list[int]:
-        return list(map(Tensor.data_ptr, map(operator.getitem, self._holders, self._keys)))
+        found: Any = map(operator.getitem, self._holders, self._keys)
+        return list(map(Tensor.data_ptr, found))
 
     # ---- recordings
 

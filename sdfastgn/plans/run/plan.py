@@ -38,6 +38,7 @@ aten = torch.ops.aten
 _MOST_FOLDED = 1 << 28
 # The dict of a module that has a parameter or buffer, and its name there.
 _Place = tuple[dict[str, Any], str]
+_CopyOf = Callable[[dict[str, Any], str], list[Tensor]]
 
 
 class Plan:
@@ -47,27 +48,35 @@ class Plan:
     cycle through the model. A CUDA graph of a plan reads the plan's constants, so the plan must outlive it.
     Several threads may call a plan at once.
 
+    ``copy_of``: gives the list [weight in E4M3, its scales] for a dict of a module and a name in it. The plan
+    reads the two at each call. Without it, weights are quantized in each call.
+
     Attributes:
-        graph: its placeholders are the parameters, the others, the constants and the inputs. Parameters and
-            others that no step reads are left out. It has no ``get_attr``.
+        graph: its placeholders are the parameters, the others, the copies, the constants and the inputs.
+            Parameters and others that no step reads are left out. It has no ``get_attr``.
         parameters: for each parameter or buffer, the dict of its module that has it, and its name there.
         others: tensors from elsewhere, except those that only constants are computed from.
+        copies: for each tensor in E4M3 or of scales that ``copy_of`` has, its list, and its index there.
         steps: one record a step.
         writes: True if a run writes into arguments, parameters or others.
         draws: True if a run draws random numbers.
         copies_from_cpu: True if a run copies tensors from the CPU to another device.
     """
 
-    def __init__(self, traced: Traced, graph: fx.Graph) -> None:
+    def __init__(self, traced: Traced, graph: fx.Graph, copy_of: _CopyOf | None = None) -> None:
         self._spec, self._out_spec = traced.spec, traced.out_spec
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         count = len(traced.parameters), len(traced.parameters) + len(traced.others)
-        where = zip(placeholders[: count[0]], traced.parameters, strict=True)
-        read = {n: (getattr(module, kind), name) for n, (module, kind, name) in where if _is_read(n)}
+        where = {
+            n: (getattr(module, kind), name)
+            for n, (module, kind, name) in zip(placeholders[: count[0]], traced.parameters, strict=True)
+        }
+        inputs = placeholders[count[1] :]
+        self.copies = [] if copy_of is None else _split_copies(graph, where, copy_of, inputs)
+        read = {n: place for n, place in where.items() if _is_read(n)}
         self.parameters = list(read.values())
         pairs = zip(placeholders[count[0] : count[1]], traced.others, strict=True)
         others = {n: t for n, t in pairs if _is_read(n)}
-        inputs = placeholders[count[1] :]
         self._inputs = [(n.meta["shape"], n.meta["dtype"], n.meta["device"]) for n in inputs]
         written = {n.args[0] for n in graph.nodes if n.target is aten.copy_.default}
         first_input = inputs[0] if inputs else None
@@ -129,7 +138,9 @@ class Plan:
         """The present values of the placeholders of ``graph``."""
         if self._fold is not None:
             self._compute_constants()
-        return [*(held[name] for held, name in self.parameters), *self.others, *self._constants, *inputs]
+        held = (held[name] for held, name in self.parameters)
+        copies = (copy[i] for copy, i in self.copies)
+        return [*held, *self.others, *copies, *self._constants, *inputs]
 
     def pack(self) -> None:
         """Moves weights of products with the same input side by side: then one product computes them all.
@@ -214,6 +225,27 @@ def _rows_of_products(graph: fx.Graph, parameters: dict[Node, _Place]) -> list[l
         rows: Any = [row for row in n.args[1:] if row] if n.target is steps.linears else []
         if rows and all(p in parameters for row in rows for p in row):
             found.append([[parameters[p] for p in row] for row in rows])
+    return found
+
+
+def _split_copies(
+    graph: fx.Graph, parameters: dict[Node, _Place], copy_of: _CopyOf, inputs: Sequence[Node]
+) -> list[tuple[list[Tensor], int]]:
+    """Makes placeholders, before ``inputs``, of parameters that the graph quantizes. Returns their places."""
+    found: list[tuple[list[Tensor], int]] = []
+    after = inputs[0] if inputs else next(n for n in graph.nodes if n.op != "placeholder")
+    for n in list(graph.nodes):
+        if n.target is not steps.quantize_weight or n.args[0] not in parameters:
+            continue
+        copy = copy_of(*parameters[n.args[0]])
+        for item in list(n.users):
+            with graph.inserting_before(after):
+                own = graph.placeholder(f"copy_{len(found)}")
+            own.meta = dict(item.meta)
+            item.replace_all_uses_with(own)
+            graph.erase_node(item)
+            found.append((copy, item.args[1]))
+        graph.erase_node(n)
     return found
 
 

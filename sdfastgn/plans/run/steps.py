@@ -30,6 +30,7 @@ from sdfastgn.kernels.layer_norm import op as layer_norm_op
 from sdfastgn.kernels.pad_frames import op as pad_frames_op
 from sdfastgn.kernels.product import op as product_op
 from sdfastgn.kernels.product import packed
+from sdfastgn.kernels.quantize_rows import op as quantize_rows_op
 from sdfastgn.kernels.rotate import op as rotate_op
 from sdfastgn.kernels.statistics import op as statistics_op
 from sdfastgn.kernels.upsample import conv as upsample_op
@@ -309,6 +310,41 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> S
     if weight is None or (biases and bias is None):
         return [linear(x, w, biases[i] if biases else None) for i, w in enumerate(weights)]
     return linear(x, weight, bias).split([len(w) for w in weights], -1)
+
+
+def quantize_rows(
+    x: Tensor,
+    activation: str = "identity",
+    second: Tensor | None = None,
+    second_activation: str = "identity",
+    multiplies: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(rows in E4M3, a scale for each): see ``kernels/quantize_rows``. x (..., K) may have any rank >= 2."""
+    parts = _samples_of_rows(x), None if second is None else _samples_of_rows(second)
+    y, scales = quantize_rows_op.quantize_rows(parts[0], activation, parts[1], second_activation, multiplies)
+    return y.view(*x.shape[:-1], y.shape[-1]), scales.view(x.shape[:-1])
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """``quantize_rows`` of a parameter. Plans can read a copy instead, which is made once."""
+    return quantize_rows(weight.detach())
+
+
+def _samples_of_rows(x: Tensor) -> Tensor:
+    """x (..., K) as (B, S, K): a view wherever strides allow it."""
+    return x.unsqueeze(0) if x.dim() == 2 else x.flatten(0, -3)
+
+
+def linear_e4m3(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``linear`` of rows in E4M3 with a weight in E4M3. ``dtype``: of the result."""
+    return product_op.linear_of_rows(x, weight, (x_scales, weight_scales), bias, dtype)
 
 
 def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -603,6 +639,25 @@ def ada_norm(
     inner, outer = (None if n is None else ada_norm_op.Norm(*n) for n in (branch_norm, norm))
     flags = {"tanh": has_tanh, "plus_one": adds_one, "keeps_total": keeps_total}
     return ada_norm_op.ada_norm(x, branch, gate, inner, outer, factor, offset, **flags)
+
+
+def ada_norm_in_e4m3(
+    x: Tensor,
+    branch: Tensor | None,
+    gate: Tensor | None,
+    branch_norm: Sequence[Any] | None,
+    norm: Sequence[Any],
+    factor: Tensor | None,
+    offset: Tensor | None,
+    has_tanh: bool,
+    adds_one: bool,
+    keeps_total: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """(the sum of ``ada_norm``, its norm in E4M3, a scale for each row)."""
+    inner = None if branch_norm is None else ada_norm_op.Norm(*branch_norm)
+    flags = {"tanh": has_tanh, "plus_one": adds_one, "keeps_total": keeps_total}
+    outer = ada_norm_op.Norm(*norm)
+    return ada_norm_op.ada_norm_in_e4m3(x, branch, gate, inner, outer, factor, offset, **flags)
 
 
 def rotate(

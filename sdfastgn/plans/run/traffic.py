@@ -39,6 +39,7 @@ _LIBRARY = (
     steps.conv_last_slice,
     steps.pointwise_conv,
     steps.linear,
+    steps.linear_e4m3,
     steps.linear_gelu,
     steps.linears,
     steps.add_linear_,

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sdfastgn.kernels.ada_norm.op import Norm, ada_norm
+from sdfastgn.kernels.ada_norm.op import Norm, ada_norm, ada_norm_in_e4m3
+from sdfastgn.kernels.common.e4m3 import E4M3
 from tests.kernels.samples import BOUNDS, DTYPES, error, kernels, skip_cut_off
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory", "without_gradients"), pytest.mark.multiprocessors(2)]
@@ -67,6 +68,34 @@ def check(*args, **flags):
             assert (a.shape, a.dtype, a.is_contiguous()) == (x.shape, x.dtype, True)
             assert error(a, b) < 2 * BOUNDS[x.dtype]
     return found
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_in_e4m3(shape, kind, device):
+    """Each row has the scale of its largest value, and E4M3 has three bits."""
+    x, branch, gate, factor, offset = drawn(shape, device=device)
+    args = x, branch, gate, None, Norm(kind), factor, offset
+    with kernels(direct=True):
+        total, rows, scales = ada_norm_in_e4m3(*args, plus_one=True)
+        plain, _ = ada_norm(*args, plus_one=True)
+    assert torch.equal(total, plain)
+    assert (rows.shape, rows.dtype, rows.is_contiguous()) == (shape, E4M3, True)
+    assert (scales.shape, scales.dtype, scales.is_contiguous()) == (shape[:2], torch.float32, True)
+    _, y = truth(*args, plus_one=True)
+    scales = scales.double().unsqueeze(-1)
+    torch.testing.assert_close(scales, y.abs().amax(-1, keepdim=True) / 448, rtol=1e-4, atol=1e-9)
+    assert ((rows.double() * scales - y).abs() <= 0.063 * y.abs() + scales / 1000).all()
+
+
+def test_rows_in_e4m3_without_a_sum(device):
+    x, _, _, factor, offset = drawn((2, 3, 64), torch.float32, device)
+    with kernels(direct=True):
+        total, rows, scales = ada_norm_in_e4m3(x, None, None, None, Norm("layer"), factor, offset)
+        _, y = ada_norm(x, None, None, None, Norm("layer"), factor, offset)
+    assert total is None
+    scales = scales.unsqueeze(-1)
+    assert ((rows.float() * scales - y).abs() <= 0.063 * y.abs() + scales / 1000).all()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -228,3 +257,8 @@ def test_wrong_arguments(args, more, kind, text):
     for path in (False, True):
         with kernels(direct=path), pytest.raises(kind, match=f"ada_norm: {text}"):
             ada_norm(*args, **more)
+
+
+def test_rows_in_e4m3_need_a_norm():
+    with pytest.raises(ValueError, match="ada_norm_in_e4m3: there must be a norm"):
+        ada_norm_in_e4m3(X, X)

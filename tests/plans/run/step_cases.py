@@ -73,6 +73,25 @@ def plain_frames(
     return (y, found[:, :, -keep:]) if keep else (y,)
 
 
+def in_sevenths(x):
+    """Rows that E4M3 holds exactly: a scale is the largest magnitude / 448, which is 7 * 64."""
+    sevenths = (x * 3).round().clamp(-7, 7)
+    first = torch.arange(x.shape[-1]) == 0
+    return sevenths + first * (7 - sevenths)  # in the strides of x, where elements have memory of their own
+
+
+def signs(x):
+    return x - x + torch.where(torch.arange(x.shape[-1]) == 0, 1.0, x.sign()).to(x.dtype)
+
+
+def linear_e4m3(x, weight, bias):
+    return steps.linear_e4m3(*steps.quantize_rows(x), *steps.quantize_weight(weight), bias, x.dtype)
+
+
+def in_numbers(rows, scales):
+    return rows.float() * scales.unsqueeze(-1)
+
+
 def nested(outer, inner):
     """Filters of 2-D cells, one by one, as Kronecker products."""
     a, b, C = outer.shape[0], *inner.shape[:2]
@@ -570,6 +589,21 @@ CASES = {
         ((2, 3, 12), (6, 12), (6,)),
         steps.linear_gelu,
         lambda x, w, b: F.gelu(F.linear(x, w, b), approximate="tanh"),
+    ),
+    "linear-e4m3": (
+        ((2, 3, 32), (16, 32), (16,)),
+        lambda x, w, b: linear_e4m3(in_sevenths(x), in_sevenths(w), b),
+        lambda x, w, b: F.linear(in_sevenths(x), in_sevenths(w), b),
+    ),
+    "quantize-rows": (
+        ((2, 3, 2, 4), (2, 3, 2, 5)),
+        lambda x, y: in_numbers(*steps.quantize_rows(in_sevenths(x), "relu", in_sevenths(y))),
+        lambda x, y: torch.cat((F.relu(in_sevenths(x)), in_sevenths(y)), -1),
+    ),
+    "quantize-gated": (
+        ((2, 3, 2, 4), (2, 3, 2, 4)),
+        lambda x, y: in_numbers(*steps.quantize_rows(signs(x), "relu", in_sevenths(y), "identity", True)),
+        lambda x, y: F.relu(signs(x)) * in_sevenths(y),
     ),
     "rotate": (
         ((2, 3, 4, 6), (1, 3, 1, 6), (2, 1, 4, 6)),

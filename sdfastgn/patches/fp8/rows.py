@@ -1,0 +1,194 @@
+"""The weights of one model in E4M3, with a scale for each row, which its plans read.
+
+Plans compute large linear layers in E4M3 (``plans/rewrite/e4m3.py``). The scales of an input come from this
+input, so nothing is learned. Only weights are quantized in advance: ``RowWeights`` has a ``Copy`` of each
+weight that a plan reads. All plans of the model share it, and it is freed with the last of them.
+
+The model's parameters are never changed. A weight that was written to, moved or replaced is quantized again
+before the next call or graph. It stays in the same memory if its sizes are the same. Contents are compared
+too, as for other products in FP8 (``product.py``).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sdfastgn.kernels.common import private
+from sdfastgn.kernels.quantize_rows.op import quantize_rows
+from sdfastgn.patches.fp8.product import offloading_of
+from sdfastgn.patches.lora.contents import Contents
+from sdfastgn.patches.lora.merged_weights import is_merged_weight, wait_for, written_now
+
+__all__ = ["Copy", "RowWeights"]
+
+
+class Copy(list[Tensor]):
+    """A weight (columns, depth) in E4M3, and the scales of its rows, (columns,) fp32. Empty if it was freed.
+
+    Attributes:
+        holder, name: the dict of a module's parameters, and the name of the weight there.
+        state: which weight was copied (``_state_of``); None if it must be copied again.
+    """
+
+    __slots__ = ("__weakref__", "holder", "name", "state")
+
+    def __init__(self, holder: dict[str, Any], name: str) -> None:
+        super().__init__()
+        self.holder, self.name = holder, name
+        self.state: tuple[int, int] | None = None
+
+    def clear(self) -> None:
+        """Free the copy. It must be made again before the next call."""
+        super().clear()
+        self.state = None
+
+    def write(self, weight: Tensor) -> bool:
+        """Copy ``weight``. False if the copy got new memory."""
+        state = _state_of(weight)
+        y, scales = (t.squeeze(0) for t in quantize_rows(weight.detach().unsqueeze(0)))
+        has_place = bool(self) and (self[0].shape, self[0].device) == (y.shape, y.device)
+        if has_place:
+            self[0].copy_(y)
+            self[1].copy_(scales)
+        else:
+            self[:] = y, scales
+        self.state = state
+        return has_place
+
+
+class RowWeights:
+    """The copies of the weights of ``model``. Several threads may use it at once.
+
+    Attributes:
+        replaced: counts how often a copy was freed or got other memory. CUDA graphs from before are invalid.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.replaced = 0
+        # If hooks move the weights of any layer in each call, one of these modules has such a hook.
+        layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+        self._hooked = tuple(map(weakref.ref, (model, *layers[:1])))
+        self._copies: weakref.WeakValueDictionary[tuple[int, str], Copy] = weakref.WeakValueDictionary()
+        self._lock = threading.RLock()
+        self._contents: Contents | None = None
+        self._written: dict[torch.device, Any] = {}
+
+    def copy_of(self, holder: dict[str, Any], name: str) -> Copy:
+        """The copy of the weight ``holder[name]``, which ``refresh`` makes. The caller must keep it."""
+        with self._lock:
+            copy = self._copies.get((id(holder), name))
+            if copy is None:
+                copy = self._copies[id(holder), name] = Copy(holder, name)
+            return copy
+
+    @property
+    def count(self) -> int:
+        """Number of weights that exist in E4M3."""
+        return sum(map(bool, self._living()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(t.nbytes for copy in self._living() for t in copy)
+
+    def _living(self) -> list[Copy]:
+        return [copy for ref in self._copies.valuerefs() if (copy := ref()) is not None]
+
+    def _found(self) -> list[tuple[Copy, Tensor]]:
+        """The copies and their present weights."""
+        found = [(copy, copy.holder.get(copy.name)) for copy in self._living()]
+        return [(copy, weight) for copy, weight in found if isinstance(weight, Tensor)]
+
+    # ---- what calls and graphs ask: as ``Products``
+
+    def reason_now(self) -> None:
+        """Why the model cannot run as a CUDA graph now: it always can."""
+
+    def copy_counts(self) -> None:
+        """Nothing is counted, because no value is beyond the range of its scale."""
+
+    def offloading(self) -> str:
+        """What moves the weights in each call. Empty if nothing does. Otherwise the copies are freed now."""
+        found = offloading_of(self._hooked)
+        if found:
+            self.free()
+        return found
+
+    def is_outdated(self) -> bool:
+        """True if a weight was written to, moved or replaced since it was copied."""
+        return any(copy.state != _state_of(weight) for copy, weight in self._found())
+
+    def refresh(self) -> None:
+        """Make all copies again if one is outdated. The current stream waits for them."""
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            if self.is_outdated():
+                found = self._found()
+                # First, so that no copy is older than the contents with which later ones are compared.
+                sources = _compared(found)
+                self._contents = Contents(sources, [False] * len(sources)) if sources else None
+                for copy, weight in found:
+                    self.replaced += not copy.write(weight)
+                self._written = {device: written_now(device) for device in {w.device for _, w in found}}
+        for device, written in list(self._written.items()):
+            wait_for(written, device)
+
+    def compare(self) -> None:
+        """If other code has changed contents of weights, all copies are outdated from now on."""
+        with self._lock:
+            contents = self._contents
+            if contents is not None and not contents.are_same(_compared(self._found())):
+                self._touch()
+
+    def note_replay(self) -> None:
+        """Call this before a call or graph starts in this stream, and ``has_same_contents`` after that."""
+        if self._contents is not None:
+            self._contents.begin()
+
+    def has_same_contents(self) -> bool:
+        """True if the call has read copies of the present contents. Does not wait for its end."""
+        contents = self._contents
+        if contents is None:
+            return True
+        sources = _compared(self._found())
+        with self._lock:  # other threads may compare too
+            if contents.are_of(sources):
+                contents.look(sources)
+                if contents.looked_same():
+                    return True
+            self._touch()
+        return False
+
+    # ---- changes
+
+    def _touch(self) -> None:
+        self._contents = None
+        for copy in self._living():
+            copy.state = None
+
+    def moved(self) -> None:
+        """Call this after a move of the model. The copies of weights that are on another device are freed."""
+        if any(copy and weight.device != copy[0].device for copy, weight in self._found()):
+            self.free()
+
+    def free(self) -> None:
+        """Free all copies. The next call makes them again."""
+        with self._lock:
+            self._contents = None
+            for copy in self._living():
+                self.replaced += bool(copy)
+                copy.clear()
+
+
+def _state_of(weight: Tensor) -> tuple[int, int]:
+    """The address and the version of ``weight``. Inference tensors have no version."""
+    return weight.data_ptr(), -1 if weight.is_inference() else private.version_of(weight)
+
+
+def _compared(found: list[tuple[Copy, Tensor]]) -> list[Tensor]:
+    """The weights of which other code may have changed the contents."""
+    return [weight for _, weight in found if not is_merged_weight(weight)]
