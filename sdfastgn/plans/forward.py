@@ -223,6 +223,8 @@ class PlannedForward(MethodEntry):
             reason = "other code is replaced while it runs"
         except (Unsupported, Untraceable) as error:
             reason = str(error)
+            if self.weights is not None and self.weights.offloading():  # this has freed the weights in E4M3
+                self.moved()
         except torch.OutOfMemoryError:
             self.clear()
             self._policy.pause_without_memory()
@@ -266,8 +268,6 @@ class PlannedForward(MethodEntry):
         """(the arguments, their key). Raises Unsupported if no such call can run as a plan now."""
         reason = reason_without_graphs(module)
         if reason is not None:
-            if self.weights is not None and self.weights.offloading():
-                self.moved()
             raise Unsupported(reason)
         # Numbers such as timesteps become tensors, so that one plan serves all their values.
         numbers = {
@@ -358,11 +358,13 @@ class PlannedForward(MethodEntry):
         return self.weights is not None and bool(made.plan.copies) and not _is_capturing(device)
 
     def _refresh(self, *, waits: bool) -> None:
-        """Bring the weights in E4M3 up to date.
+        """Bring the weights in E4M3 up to date. Raises Unsupported if hooks move the weights in each call.
 
         ``waits``: True to compare contents now, which waits for the GPU, and not after the call.
         """
         weights: Any = self.weights
+        if found := weights.offloading():
+            raise Unsupported(f"{found} moves the weights of its products in FP8 in each call")
         if waits:
             weights.compare()
         weights.refresh()
