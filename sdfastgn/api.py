@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sdfastgn import verification
 from sdfastgn.backend import backend_text, why_stock_runs
@@ -388,7 +388,7 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Snapshot], We
         _refuse_nothing(call, obj, every, options)
     if not every:
         return [], WeakSet()
-    in_rows = [w for root in roots.values() if options.plans for w in planning.weights_in_rows(root)]
+    in_rows = [w for root in roots.values() for w in _weights_in_rows(root, options)]
     fp8_option.check(call, roots.values(), options.precision, in_rows)
     if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
         raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
@@ -440,13 +440,18 @@ def _set_options(roots: Iterable[nn.Module], options: Options) -> None:
     for root in roots:
         merged_adapters.allow(root, options.merge_adapters)
         patcher.leave_out(root, options.left_out)
-        has_rows = options.plans and bool(planning.weights_in_rows(root))
+        has_rows = bool(_weights_in_rows(root, options))
         fp8_option.set_precision(root, options.precision, has_rows=has_rows)
         former = planning.take_off(root) if graphs.has_graphable(root) else ()  # graphs may take their place
         graphs.install(root, options.cuda_graphs)
         trusted = frozenset(options.trust)
         mode = options.cuda_graphs
         planning.install(root, options.plans, trusted, mode, verifies=options.verify, former=former)
+
+
+def _weights_in_rows(root: nn.Module, options: Options) -> list[Tensor]:
+    """The weights that plans of ``root`` read in E4M3."""
+    return planning.weights_in_rows(root) if options.plans and options.precision is not None else []
 
 
 def _prepare_triton(roots: Iterable[nn.Module]) -> None:

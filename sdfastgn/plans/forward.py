@@ -292,6 +292,10 @@ class PlannedForward(MethodEntry):
                     plans.state.store(given.get(STATE, {}))
                     scale.end(self.module)
                     return result
+        except (Unsupported, Untraceable):
+            if self.weights is not None and self.weights.offloading():  # this has freed the weights in E4M3
+                self.moved()
+            raise
         except torch.OutOfMemoryError as error:
             self.clear()
             self._policy.pause_without_memory()
@@ -361,8 +365,6 @@ class PlannedForward(MethodEntry):
         while True:
             reason = reason_without_graphs(module)
             if reason is not None:
-                if self.weights is not None and self.weights.offloading():
-                    self.moved()
                 raise Unsupported(reason)
             state = self._state
             plans = self._by_state.get((self._states.last(), state))
@@ -501,11 +503,13 @@ class PlannedForward(MethodEntry):
         return self.weights is not None and bool(made.plan.copies) and not _is_capturing(device)
 
     def _refresh(self, *, waits: bool) -> None:
-        """Bring the weights in E4M3 up to date.
+        """Bring the weights in E4M3 up to date. Raises Unsupported if hooks move the weights in each call.
 
         ``waits``: True to compare contents now, which waits for the GPU, and not after the call.
         """
         weights: Any = self.weights
+        if found := weights.offloading():
+            raise Unsupported(f"{found} moves the weights of its products in FP8 in each call")
         if waits:
             weights.compare()
         weights.refresh()
@@ -569,7 +573,8 @@ class PlannedForward(MethodEntry):
             plans.guard = self._guard(module, self._states.last(), call, plans.state, plans.adapters)
         plans.adapters.survey.add_reader(made.baked)
         if self._reads_copies(made, call.device):
-            self._refresh(waits=False)
+            with contextlib.suppress(Unsupported):  # the call itself raises the same
+                self._refresh(waits=False)
         _compile_ahead(made.plan, call)
 
     def _plan_inside(self, module: nn.Module, plans: _Plans) -> None:

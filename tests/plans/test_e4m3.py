@@ -3,10 +3,12 @@
 import copy
 import gc
 import pickle
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import sdfastgn
@@ -242,6 +244,23 @@ def test_weights_of_a_moved_model_are_not_kept_by_its_plans():
     memory = StorageWeakRef(model.proj_out.weight.untyped_storage())
     model.float()
     assert memory.expired()
+
+
+def test_hooks_that_move_weights_in_each_call_free_them():
+    model = in_e4m3(made())
+    weights = planned(model).weights
+    layer = next(m for m in model.modules() if isinstance(m, nn.Linear))
+    layer._hf_hook = types.SimpleNamespace(offload=True)
+    run(model, 1)
+    assert weights.nbytes == 0
+    own = [
+        reason for module in model.modules() if "forward" in vars(module) for reason in planned(module).own
+    ]
+    assert any("accelerate's offloading moves" in reason for reason in own)
+    del layer._hf_hook
+    run(model, 1)
+    run(model, 1)
+    assert weights.nbytes > 0
 
 
 def test_no_memory_runs_the_models_own_code(monkeypatch):

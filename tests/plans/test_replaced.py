@@ -50,6 +50,19 @@ def planned(unet):
     return found
 
 
+def test_a_move_reaches_the_plans(made):
+    """They let go of weights that were moved away."""
+    unet, _, inputs = made
+    with block():
+        run(unet, inputs)
+        run(unet, inputs)
+        (plans,) = planned(unet)._by_state.values()
+        (plan,) = plans.made.values()
+        assert plan.baked._bound.run is not None
+    unet.double()
+    assert plan.baked._bound.run is None
+
+
 def follows(unet, stock, inputs, calls=4):
     expected = run(stock, inputs)
     for _ in range(calls):

@@ -48,17 +48,17 @@ class Copy(list[Tensor]):
         self.state = None
 
     def write(self, weight: Tensor) -> bool:
-        """Copy ``weight``. False if the copy got new memory."""
+        """Copy ``weight``. True if the copy had other memory before."""
         state = _state_of(weight)
         y, scales = (t.squeeze(0) for t in quantize_rows(weight.detach().unsqueeze(0)))
-        has_place = bool(self) and (self[0].shape, self[0].device) == (y.shape, y.device)
-        if has_place:
+        is_replaced = bool(self) and (self[0].shape, self[0].device) != (y.shape, y.device)
+        if self and not is_replaced:
             self[0].copy_(y)
             self[1].copy_(scales)
         else:
             self[:] = y, scales
         self.state = state
-        return has_place
+        return is_replaced
 
 
 class RowWeights:
@@ -132,7 +132,7 @@ class RowWeights:
                 sources = _compared(found)
                 self._contents = Contents(sources, [False] * len(sources)) if sources else None
                 for copy, weight in found:
-                    self.replaced += not copy.write(weight)
+                    self.replaced += copy.write(weight)
                 self._written = {device: written_now(device) for device in {w.device for _, w in found}}
         for device, written in list(self._written.items()):
             wait_for(written, device)
