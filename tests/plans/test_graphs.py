@@ -320,6 +320,13 @@ def test_without_graphs_and_without_plans():
     assert "would be CUDA graphs" not in str(sdfastgn.report(pair.model))
 
 
+def test_torch_compile_sees_the_models_own_code():
+    """diffusers has allowed the class of this model in graphs of torch.compile."""
+    pair = Pair("LTXVideoTransformer3DModel")
+    pair.model = torch.compile(pair.model, backend="eager", fullgraph=True)
+    pair.agree(0, 1)
+
+
 def test_a_block_leaves_graphs_as_they_were():
     pair = Pair()
     pair.agree(*range(4))

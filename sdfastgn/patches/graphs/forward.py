@@ -190,7 +190,7 @@ class GraphedForward(MethodEntry):
     # accelerate's hooks call functools.update_wrapper, which would copy the items of a ``__dict__`` into the
     # wrapper. So instances have slots and no ``__dict__``.
     __slots__ = (
-        "_backend", "_others", "_planned", "_policy", "_state", "_states", "_store", "eager",
+        "_backend", "_compiled", "_others", "_planned", "_policy", "_state", "_states", "_store", "eager",
         "mode", "planner", "replaces_entry", "scratch", "training",
     )  # fmt: skip
     # The class of this object's graphs.
@@ -209,6 +209,8 @@ class GraphedForward(MethodEntry):
         planner: Planner | None = None,
     ) -> None:
         super().__init__(module, method)
+        # torch.compile cannot read the method from a class that diffusers has allowed in graphs.
+        self._compiled = getattr(type(module), method)
         self.mode = mode
         self.replaces_entry = replaces_entry
         self.scratch = scratch
@@ -276,7 +278,8 @@ class GraphedForward(MethodEntry):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         if torch.compiler.is_compiling():
-            return getattr(type(module), self.method)(module, *args, **kwargs)
+            own = self._compiled if self._needs_plan else getattr(type(module), self.method)
+            return own(module, *args, **kwargs)
         if self.training is not None and torch.is_grad_enabled():
             return self.training(*args, **kwargs)
         for _ in range(_MAX_CHANGES):
