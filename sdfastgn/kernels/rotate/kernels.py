@@ -7,9 +7,9 @@ A program has some whole rows in registers. Tensors:
   along a whole axis. Without ``sin``, ``cos`` has both numbers of each pair. None: rows are not rotated;
 - ``weight``: (D,). None: rows are not normalized.
 
-The strides of x and y are in units of ``VECTOR`` elements, those of tables in units of ``TABLE_VECTOR``. The
-kernel multiplies them by it, so the compiler knows that products are multiples, and loads vectors. It loads
-tables in the shape of x: in another shape, they would go through shared memory.
+Strides of x and y are in units of ``VECTOR`` elements, and strides of tables in units of ``TABLE_VECTOR``.
+The kernel multiplies them by the unit, so the compiler knows that products are multiples, and loads vectors.
+It loads tables in the shape of x: in another shape, they would go through shared memory.
 
 Numerics: all arithmetic is fp32. The norm is rounded to the dtype of x before the rotation, as in models that
 compute one after the other.
@@ -52,7 +52,7 @@ def _rotate_kernel(
         gdc_wait()
     x = tl.load(x_ptr + ((a * x_a + b * x_b + c * x_c) * VECTOR + d), mask=mask, other=0.0).to(tl.float32)
     if weight_ptr is not None:
-        # With offsets of the shape of the tile, each thread loads the weights of its own elements.
+        # The offsets have the tile's shape, so each thread loads the weights that it needs.
         weight = tl.load(weight_ptr + (d + r * 0), mask=mask, other=0.0).to(tl.float32)
         x = x * inverse_deviation(tl.sum(x * x, 1, keep_dims=True) / D, eps) * weight
         x = x.to(x_ptr.dtype.element_ty).to(tl.float32)

@@ -94,7 +94,7 @@ def norms(graph: fx.Graph) -> fx.Graph:
     return cleaned(graph)
 
 
-# The last op of a norm calls one of these.
+# What the last node of a norm calls.
 LAST_OPS = (aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor, steps.cast, aten.rms_norm.default)
 
 
