@@ -10,7 +10,7 @@ from torch import nn
 from sdfastgn.kernels.quantize_rows.op import quantize_rows
 from sdfastgn.patches.fp8 import models as fp8
 
-pytestmark = pytest.mark.usefixtures("without_gradients")
+pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
 
 
 @pytest.fixture
