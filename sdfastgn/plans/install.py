@@ -23,7 +23,7 @@ from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.fp8.rows import RowWeights
 from sdfastgn.patches.graphs.forward import GraphedForward, Planner
 from sdfastgn.patches.graphs.install import graphed_of, outermost, place_in, set_mode
-from sdfastgn.patches.graphs.models import is_graphable, numbers_of
+from sdfastgn.patches.graphs.models import is_graphable, numbers_of, takes_gigabytes
 from sdfastgn.patches.layout.left_alone import reason_of_cudnn
 from sdfastgn.patches.lora.adapters import is_adapted, takes_adapters
 from sdfastgn.patches.swap.class_forward import class_forward, replace_kept
@@ -132,7 +132,8 @@ def _is_called_each_step(root: nn.Module) -> bool:
     UNets of videos are slower as plans.
     """
     convolutions = [m for m in root.modules() if isinstance(m, _ConvNd)]
-    return bool(numbers_of(root) and convolutions) and all(isinstance(m, nn.Conv2d) for m in convolutions)
+    is_of_images = all(isinstance(m, nn.Conv2d) for m in convolutions) and not takes_gigabytes(root)
+    return bool(numbers_of(root) and convolutions) and is_of_images
 
 
 def _has_most_weights(root: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:

@@ -82,6 +82,12 @@ class AddsNoise(Net):
         return self.blocks(x) + torch.randn(8, 1, 1, generator=None) - torch.randn(8, 1, 1), unused.dim()
 
 
+class DrawsOnItsDevice(Net):
+    def forward(self, x):
+        y = super().forward(x)
+        return y + torch.randn(y.shape, device=y.device)
+
+
 class Seeds(AddsNoise):
     def forward(self, x):
         with torch.random.fork_rng(devices=[]):
@@ -124,8 +130,9 @@ def test_kernels_of_new_steps_are_compiled_ahead(monkeypatch):
         agree(sdfastgn.optimize(copy.deepcopy(stock))(x), stock(x))
     (targets,) = compiled  # the second model has the same steps
     assert "group_norm" in targets
-    drawing = sdfastgn.optimize(net(AddsNoise).cuda())
+    drawing = sdfastgn.optimize(net(DrawsOnItsDevice).cuda())
     drawing(image().cuda())
+    assert planned(drawing).plans[0].draws
     assert len(compiled) == 1
 
 
