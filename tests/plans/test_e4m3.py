@@ -17,6 +17,7 @@ from sdfastgn.patches.fp8 import rows
 from sdfastgn.plans import install
 from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.rewrite import e4m3
+from tests.patches.transformers import add_lora, weights
 from tests.plans.models import CALLS
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
@@ -101,6 +102,26 @@ def test_transformers_in_e4m3(name):
     sdfastgn.restore(model)
     assert torch.equal(run(model, 5, name), run(stock, 5, name))
     assert not sdfastgn.report(model).fp8
+
+
+def test_adapters_are_merged_into_the_weights_in_e4m3():
+    """A change of scales is quantized again, for the same plan."""
+    model = made()
+    for seed, name in enumerate("ab"):
+        add_lora(model, name, seed, ["to_q", "to_k", "to_out.0", "linear_1"])
+    model.set_adapter("a")
+    stock = copy.deepcopy(model).float()
+    sdfastgn.optimize(model, precision="fp8")
+    changes = [lambda m: None, weights(["a"], [-1.5]), weights(["a", "b"], [0.5, 2.0])]
+    changes += [lambda m: m.disable_adapters(), lambda m: m.enable_adapters()]
+    for change in changes:
+        for each in (model, stock):
+            change(each)
+        for seed in range(2):
+            median, _ = errors(run(model, seed), run(stock, seed))
+            assert median < MEDIAN
+    assert planned(model).traces == 1
+    assert plan_of(model).copies
 
 
 def in_e4m3(model):
