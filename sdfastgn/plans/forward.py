@@ -3,11 +3,11 @@
 A call takes these steps:
 
 1. ``arguments.py`` makes a key of the arguments. Calls with equal keys can share a plan.
-2. If there is a plan for the key, it runs. While the GPU computes, ``guard.py`` compares the model with what
-   it was in the trace. If it has changed, the result is dropped, and so are the plans.
-   Before that, merged weights of adapters are brought up to date (``adapters.py``).
-3. If there is none, the call is traced, and the plan is made and runs. ``outcome.py`` keeps what the call
-   returns besides tensors. ``state.py`` has the attributes of modules in which a call keeps tensors.
+2. If ``store.py`` has a plan for the key, it runs, after merged weights of adapters were brought up to date
+   (``adapters.py``). While the GPU computes, ``guard.py`` compares the model with what it was in the trace.
+   If it has changed, the result is dropped, and so are the plans.
+3. If there is none, ``making.py`` traces the call and makes the plan, which runs. ``outcome.py`` keeps what
+   the call returns besides tensors. ``state.py`` has the attributes of modules in which a call keeps tensors.
 4. Every other call runs the model's own code. The reason is counted, and the report shows it. If the reason
    is in the model, modules inside get plans (``inside.py``). The first call of some models fills tables.
    After such a call the next one is traced.
@@ -16,21 +16,18 @@ A call takes these steps:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.compile_ahead import without_rehearsal
-from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.garbage import without_collections
 from sdfastgn.patches.code.states import MAX_STATES, States, running
 from sdfastgn.patches.fp8.rows import RowWeights
@@ -40,120 +37,50 @@ from sdfastgn.patches.graphs.lora_scale import LoraScale
 from sdfastgn.patches.graphs.models import numbers_of, reason_without_graphs, switched
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.patches.layout import channels_last
-from sdfastgn.patches.lora.merged_adapters import factor_now, frozen, scaled
+from sdfastgn.patches.lora.merged_adapters import factor_now, scaled
 from sdfastgn.patches.swap.class_forward import MethodEntry, class_forward
 from sdfastgn.plans.adapters import Adapters, Unmerged
 from sdfastgn.plans.disk.saved import Saved
 from sdfastgn.plans.guard import Guard
 from sdfastgn.plans.inside import plan_inside
-from sdfastgn.plans.outcome import Outcome, has_shared_containers
-from sdfastgn.plans.rewrite.passes import rewrite
+from sdfastgn.plans.making import (
+    compile_ahead,
+    difference,
+    make_plan,
+    may_seed,
+    most_difference,
+    on,
+    places,
+    run_own,
+    same_random_numbers,
+    trace_call,
+)
+from sdfastgn.plans.outcome import has_shared_containers
 from sdfastgn.plans.run.bake import Baked
 from sdfastgn.plans.run.plan import Plan
 from sdfastgn.plans.state import STATE, State
+from sdfastgn.plans.store import MAX_REASONS, Made, Plans
 from sdfastgn.plans.trace.refusals import is_tracing
-from sdfastgn.plans.trace.traced import Traced, Untraceable
-from sdfastgn.plans.trace.tracer import trace
+from sdfastgn.plans.trace.traced import Untraceable
 
-__all__ = ["MAX_PLANS", "PlannedForward", "make_plan", "trace_call"]
+__all__ = ["PlannedForward"]
 
-# Maximum number of plans of one module. Each one is for one kind of call.
-MAX_PLANS = 16
-# Maximum number of reasons that are counted separately. Further reasons are counted as "other reasons".
-_MAX_REASONS = 64
-# Number of kinds of calls in a row that are traced although no earlier plan was used again. A call with a
-# number that is always another one, such as a timestep, would otherwise be traced each time.
-_NEW_KINDS = 16
-# A plan that was used again within so many calls makes no room for another. With 17 sizes in rotation, each
-# call would otherwise be a trace.
-_IN_USE = 128
 # A call is captured once the GPU was done before Python in so many calls of its kind in a row. Python may
 # take long in one call by chance, for instance because another thread runs.
 _IDLE_CALLS = 2
 # A kind of call is traced again once after a trace that failed: the first call of some models makes
 # attributes or fills caches, and the trace of a later call succeeds.
 _TRACES = 2
-# The (GPU, step, dtype) whose kernels this process has compiled for some plan.
-_COMPILED: set[tuple[torch.device, str, torch.dtype | None]] = set()
 # True inside of a call that may fill tables of the model: modules inside make no plans for it.
 _is_alone: ContextVar[bool] = ContextVar("sdfastgn_is_alone", default=False)
-# Largest relative difference of a plan with products in E4M3 from the model's own code. Single products
-# differ by 0.04, whole models by 0.1 (docs/fp8.md), and results of wrong steps by about 1.
-_MOST_IN_E4M3 = 0.3
 
 
 class _Fills(Untraceable):
     """Raised if the first call of a kind sets attributes of the model, such as tables for later calls."""
 
-    def __init__(self, reason: str, call: Call, plans: _Plans) -> None:
+    def __init__(self, reason: str, call: Call, plans: Plans) -> None:
         super().__init__(reason)
         self.call, self.plans = call, plans
-
-
-@dataclasses.dataclass(slots=True)
-class _Made:
-    """A plan, the function that runs it, and what its call leaves besides tensors."""
-
-    plan: Plan
-    baked: Baked
-    outcome: Outcome
-    last_use: int = 0  # number of the call; 0 if it was not used again
-    idle: int = 0  # number of the last calls in a row after which the GPU had nothing left to do
-
-
-class _Plans:
-    """The plans of one module in one state of its code, by kind of call.
-
-    Attributes:
-        guard: compares the module.
-        state: what is kept in modules.
-        adapters: the layers with adapters.
-        refused: kind of call -> why it has no plan, for each of the traces that failed.
-        seen: number of calls, with or without a plan.
-        calls: number of calls that plans have run.
-        new_kinds: how often a trace was wanted since a plan was last used again.
-    """
-
-    def __init__(self, guard: Guard, state: State, adapters: Adapters) -> None:
-        self.guard, self.state, self.adapters = guard, state, adapters
-        self.is_planned_inside = False
-        self.made: dict[Any, _Made] = {}  # oldest first
-        self.refused: defaultdict[Any, list[str]] = defaultdict(list)
-        self.seen = self.calls = self.new_kinds = 0
-
-    def find(self, key: Any) -> _Made | None:
-        made = self.made.get(key)
-        if made is not None and not made.plan.is_current():
-            self.made = {kind: each for kind, each in self.made.items() if each.plan.is_current()}
-            return None
-        if made is not None:
-            made.last_use = self.seen
-            self.new_kinds = 0
-        return made
-
-    def check_is_worth_it(self) -> None:
-        """Raise Unsupported if another trace would save no time.
-
-        If kinds of calls hardly repeat, the 32nd, 64th, 128th, ... is traced.
-        """
-        self.new_kinds += 1
-        if self.new_kinds > _NEW_KINDS and self.new_kinds.bit_count() > 1:
-            raise Unsupported("its calls hardly repeat")
-        if len(self.made) >= MAX_PLANS and all(map(self._is_in_use, self.made.values())):
-            raise Unsupported(f"it has {MAX_PLANS} plans for other kinds of calls, and all are in use")
-
-    def _is_in_use(self, made: _Made) -> bool:
-        return made.last_use > 0 and self.seen - made.last_use < _IN_USE
-
-    def refuse(self, key: Any, reason: str) -> None:
-        if len(self.refused) > _MAX_REASONS:
-            self.refused.clear()
-        self.refused[key].append(reason)
-
-    def add(self, key: Any, made: _Made) -> None:
-        if len(self.made) >= MAX_PLANS:
-            del self.made[min(self.made, key=lambda kind: self.made[kind].last_use)]
-        self.made[key] = made
 
 
 class _Found(NamedTuple):
@@ -166,8 +93,8 @@ class _Found(NamedTuple):
         factor: the number by which the scales of all adapters are multiplied.
     """
 
-    plans: _Plans
-    made: _Made
+    plans: Plans
+    made: Made
     call: Call
     kwargs: dict[str, Any]
     scale: LoraScale
@@ -226,8 +153,8 @@ class PlannedForward(MethodEntry):
         self._is_captured = is_captured
         self._is_timed = states is not None and not is_captured
         self._state = State()
-        self._by_state: dict[tuple[int, State], _Plans] = {}
-        self._captured: list[_Made] = []  # CUDA graphs read the constants of these plans
+        self._by_state: dict[tuple[int, State], Plans] = {}
+        self._captured: list[Made] = []  # CUDA graphs read the constants of these plans
         self._policy = Policy()
         self._lock = threading.RLock()
         self.calls = self.traces = self.loads = 0
@@ -265,7 +192,7 @@ class PlannedForward(MethodEntry):
             return self.by_plan(*args, **kwargs)
         except (Unsupported, Untraceable) as error:
             reason, first = str(error), error if isinstance(error, _Fills) else None
-        is_counted = reason in self.own or len(self.own) < _MAX_REASONS
+        is_counted = reason in self.own or len(self.own) < MAX_REASONS
         self.own[reason if is_counted else "other reasons"] += 1
         with running(bool(self._states.replaced(self._states.look()))):
             if first is None:
@@ -304,7 +231,7 @@ class PlannedForward(MethodEntry):
             raise Unsupported(NO_MEMORY) from error
         raise Unsupported("other code is replaced while it runs")
 
-    def _time(self, made: _Made, call: Call) -> None:
+    def _time(self, made: Made, call: Call) -> None:
         """Note whether the GPU was done before Python. Not for the call that made the plan, which is slow."""
         if self._is_timed and made.last_use and made.idle < _IDLE_CALLS:
             made.idle = made.idle + 1 if is_idle(call.device) else 0  # type: ignore[arg-type]
@@ -333,7 +260,7 @@ class PlannedForward(MethodEntry):
             raise Unsupported("the model has changed")
 
     @contextmanager
-    def _filling(self, module: nn.Module, call: Call, plans: _Plans) -> Iterator[None]:
+    def _filling(self, module: nn.Module, call: Call, plans: Plans) -> Iterator[None]:
         """A context for the first call of a kind, which may fill tables: that is no change of the model."""
         token = _is_alone.set(True)
         try:
@@ -405,20 +332,18 @@ class PlannedForward(MethodEntry):
             where = "its arguments" + f" or {STATE}" * (STATE in kwargs)
             raise Unsupported(f"a list or dict occurs twice in {where}")
         settings = global_state(call.device), switched(module)  # type: ignore[arg-type]
-        return call, (call.key, _places(call), settings)
+        return call, (call.key, places(call), settings)
 
-    def _new_plans(
-        self, module: nn.Module, code: int, call: Call, state: State, adapters: Adapters
-    ) -> _Plans:
+    def _new_plans(self, module: nn.Module, code: int, call: Call, state: State, adapters: Adapters) -> Plans:
         """What plans in this state of the code share. Raises Unsupported if there can be none."""
         if adapters.reason is not None:
             raise Unsupported(adapters.reason)
         with self._lock:
-            plans = _Plans(self._guard(module, code, call, state, adapters), state, adapters)
+            plans = Plans(self._guard(module, code, call, state, adapters), state, adapters)
             self._by_state[code, state] = plans
         return plans
 
-    def _check_guard(self, module: nn.Module, plans: _Plans) -> None:
+    def _check_guard(self, module: nn.Module, plans: Plans) -> None:
         """Raise Unsupported if the module has a reason to have no plans."""
         if plans.guard.reason is not None:
             if plans.guard.same():
@@ -457,7 +382,7 @@ class PlannedForward(MethodEntry):
             self._drop(plans, str(error))
             raise Unsupported(f"the model has changed: {self.last_change}") from error
 
-    def _run_once(self, plans: _Plans, made: _Made, call: Call, replaced: Any) -> list[Any] | None:
+    def _run_once(self, plans: Plans, made: Made, call: Call, replaced: Any) -> list[Any] | None:
         guard = plans.guard
         # A plan that writes into arguments, frees them or draws random numbers runs only for the same model.
         is_compared = made.plan.writes or made.plan.draws or bool(replaced)
@@ -470,7 +395,7 @@ class PlannedForward(MethodEntry):
             for container, key, i in replaced:
                 container[key] = given[i] = None
             try:
-                with torch.no_grad(), _on(call.device):
+                with torch.no_grad(), on(call.device):
                     try:
                         results = made.baked.run(tensors, frees=bool(replaced))
                     except dispatch.KernelError:  # the step's kernel is off now, and PyTorch runs instead
@@ -498,7 +423,7 @@ class PlannedForward(MethodEntry):
         options = self.trusted, state.names(), adapters.survey
         return Guard(module, self._states, code, call.device, *options)
 
-    def _reads_copies(self, made: _Made, device: torch.device | None) -> bool:
+    def _reads_copies(self, made: Made, device: torch.device | None) -> bool:
         """True if the call must keep weights in E4M3 up to date. For graphs, others do it before replays."""
         return self.weights is not None and bool(made.plan.copies) and not _is_capturing(device)
 
@@ -515,7 +440,7 @@ class PlannedForward(MethodEntry):
         weights.refresh()
         weights.note_replay()
 
-    def _trace(self, module: nn.Module, call: Call, key: Any, plans: _Plans, factor: float) -> _Made | None:
+    def _trace(self, module: nn.Module, call: Call, key: Any, plans: Plans, factor: float) -> Made | None:
         """Trace the call and make its plan. None if the trace found state that was not known.
 
         Raises Unsupported or Untraceable, with the reason.
@@ -567,7 +492,7 @@ class PlannedForward(MethodEntry):
             plans.add(key, made)
             return made
 
-    def _prepare(self, module: nn.Module, call: Call, plans: _Plans, made: _Made) -> None:
+    def _prepare(self, module: nn.Module, call: Call, plans: Plans, made: Made) -> None:
         """Lay out and copy the weights that a new plan reads, and compile its kernels."""
         if channels_last.lay_out_weights(module):
             plans.guard = self._guard(module, self._states.last(), call, plans.state, plans.adapters)
@@ -575,9 +500,9 @@ class PlannedForward(MethodEntry):
         if self._reads_copies(made, call.device):
             with contextlib.suppress(Unsupported):  # the call itself raises the same
                 self._refresh(waits=False)
-        _compile_ahead(made.plan, call)
+        compile_ahead(made.plan, call)
 
-    def _plan_inside(self, module: nn.Module, plans: _Plans) -> None:
+    def _plan_inside(self, module: nn.Module, plans: Plans) -> None:
         """Give modules in ``module`` plans, because a call of it has none. Once in a state of the model."""
         with self._lock:
             if plans.is_planned_inside or self._is_captured:
@@ -586,7 +511,7 @@ class PlannedForward(MethodEntry):
             options: Any = {"verifies": self.verifies, "weights": self.weights}
             plan_inside(module, lambda m, has: PlannedForward(m, self.trusted, has, **options))
 
-    def _new(self, module: nn.Module, call: Call, key: Any, plans: _Plans) -> tuple[_Made, Saved]:
+    def _new(self, module: nn.Module, call: Call, key: Any, plans: Plans) -> tuple[Made, Saved]:
         """A plan from disk, or of a new trace, and its file."""
         about = key, self.method, self.trusted, self.weights is not None
         copy_of = None if self.weights is None else self.weights.copy_of
@@ -596,31 +521,31 @@ class PlannedForward(MethodEntry):
         if found is not None:
             self.loads += 1
             plan, outcome = found
-            return _Made(plan, Baked(plan), outcome), saved
+            return Made(plan, Baked(plan), outcome), saved
         self.traces += 1
         with without_collections(), plans.guard.undoing():
             traced, outcome = trace_call(module, call, plans.state, self.method, plans.adapters)
             plan = make_plan(traced, lambda graph: saved.note(module, traced, graph, outcome), copy_of)
-            if plan.draws and any(map(_may_seed, plans.guard.names())):
+            if plan.draws and any(map(may_seed, plans.guard.names())):
                 raise Untraceable("the call draws random numbers, and its code names what seeds them")
-        return _Made(plan, Baked(plan), outcome), saved
+        return Made(plan, Baked(plan), outcome), saved
 
-    def _verify(self, module: nn.Module, call: Call, made: _Made, state: State) -> None:
+    def _verify(self, module: nn.Module, call: Call, made: Made, state: State) -> None:
         """Raise Untraceable if the plan differs from the module's own code by more than rounding explains."""
         own, planned = ([t.clone() for t in call.tensors] for _ in range(2))  # type: ignore[union-attr]
         as_stock = bool(self._states.replaced(self._states.last()))
-        with without_rehearsal(), running(as_stock), _same_random_numbers(call.device):
-            expected, _ = _run_own(module, call, state, self.method, own)
+        with without_rehearsal(), running(as_stock), same_random_numbers(call.device):
+            expected, _ = run_own(module, call, state, self.method, own)
         if self._reads_copies(made, call.device):
             self._refresh(waits=True)
-        with without_rehearsal(), _same_random_numbers(call.device):
+        with without_rehearsal(), same_random_numbers(call.device):
             found = made.baked.run(planned)
         for a, b in zip((*found, *planned), (*expected, *own), strict=True):
-            difference = _difference(a, b)
-            if difference > (_MOST_IN_E4M3 if made.plan.copies else _most_difference(b.dtype)):
-                raise Untraceable(f"its plan differs from its own code by {difference:.1e}")
+            by = difference(a, b)
+            if by > most_difference(made.plan, b.dtype):
+                raise Untraceable(f"its plan differs from its own code by {by:.1e}")
 
-    def _drop(self, plans: _Plans, change: str = "") -> None:
+    def _drop(self, plans: Plans, change: str = "") -> None:
         """Drop ``plans``, because the model is not what was traced any more. ``change``: how, if known."""
         with self._lock:
             if plans in self._by_state.values():
@@ -630,112 +555,5 @@ class PlannedForward(MethodEntry):
                 self._state = State()  # it may have modules that are not in the model any more
 
 
-def trace_call(
-    module: nn.Module, call: Call, state: State, method: str = "forward", adapters: Adapters | None = None
-) -> tuple[Traced, Outcome]:
-    """Trace the method ``method`` of the model's class. Returns also what the call leaves besides tensors.
-
-    ``call``: its arguments, and the values of ``state``. ``adapters``: those of the model, None if it has
-    none. Raises Untraceable.
-    """
-    layers = {} if adapters is None else adapters.layers
-    outcomes: list[Outcome] = []
-
-    def run(*tensors: Tensor) -> list[Tensor]:
-        given = [tensors[place] for place in _places(call)]
-        computed, outcome = _run_own(module, call, state, method, given)
-        outcomes.append(outcome)
-        return computed
-
-    def strides_of(part: nn.Module, weight: Tensor) -> tuple[int, ...]:
-        return channels_last.stock_strides(layers.get(part, part), weight)
-
-    with dispatch.stock_code(), running(as_stock=False), frozen():
-        traced = trace(module, run, *call.tensors, strides_of=strides_of, beside=layers)
-    if adapters is not None:
-        adapters.check(traced)
-    return traced, outcomes[-1]
-
-
-def _run_own(
-    module: nn.Module, call: Call, state: State, method: str, tensors: Sequence[Tensor]
-) -> tuple[list[Tensor], Outcome]:
-    """The tensors that the module's own code computes from ``tensors``, and what it leaves besides them."""
-    args, kwargs = call.rebuild(list(tensors))
-    outcome = Outcome(args, kwargs, tensors)
-    held = kwargs.pop(STATE, {})
-    with state.replaced(held):
-        result = class_forward(module, method)(*args, **kwargs)
-    return outcome.finish(result), outcome
-
-
-def _places(call: Call) -> tuple[int, ...]:
-    """For each tensor of the call, the first place at which the same tensor is: code may ask ``a is b``."""
-    first: dict[int, int] = {}
-    return tuple(first.setdefault(id(t), i) for i, t in enumerate(call.tensors))
-
-
-def make_plan(
-    traced: Traced, note: Callable[[fx.Graph], object] = lambda graph: None, copy_of: Any = None
-) -> Plan:
-    """Rewrite the graph, which the plan takes over. Raises Untraceable, with the reason.
-
-    ``note`` is called with the rewritten graph, which it must not keep. ``copy_of``: as in ``Plan``; None if
-    nothing is computed in E4M3.
-    """
-    try:
-        graph = rewrite(traced.graph.graph, in_e4m3=copy_of is not None)
-        note(graph)
-        return Plan(traced, graph, copy_of)
-    except Untraceable:
-        raise
-    except Exception as error:  # a rule that fails must not take the call down
-        raise Untraceable(f"its plan could not be made: {one_line(error)}") from error
-
-
-def _compile_ahead(plan: Plan, call: Call) -> None:
-    """Compile the kernels of ``plan`` in parallel, if it has steps that no plan on the GPU had before."""
-    device: Any = call.device
-    kernels = {(device, step.target, step.dtype) for step in plan.steps if step.kind == "kernel"}
-    new = kernels - _COMPILED
-    if device.type != "cuda" or not new or plan.writes or plan.draws:
-        return
-    with contextlib.suppress(Exception), _on(device):  # the first run raises the same error
-        plan.compile_ahead(call.tensors, device)  # type: ignore[arg-type]
-    _COMPILED.update(new)
-
-
-def _may_seed(named: tuple[str, Any, Any]) -> bool:
-    """True if the value that code names may set the state of PyTorch's random generators."""
-    value = named[-1]
-    is_function = getattr(value, "__module__", None) in ("torch.random", "torch.cuda.random")
-    return is_function or isinstance(value, torch.Generator)
-
-
-def _same_random_numbers(device: torch.device | None) -> Any:
-    """A context after which PyTorch's random generators have their former states."""
-    is_gpu = device is not None and device.type == "cuda"
-    return torch.random.fork_rng([device] if is_gpu else [])
-
-
-def _difference(a: Tensor, b: Tensor) -> float:
-    """The relative difference of a from b; infinite if their shapes or dtypes differ."""
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return math.inf
-    if torch.equal(a, b):
-        return 0.0
-    wide = torch.complex128 if b.is_complex() else torch.float64
-    return float((a.to(wide) - b.to(wide)).norm() / b.to(wide).norm().clamp(min=1e-30))
-
-
-def _most_difference(dtype: torch.dtype) -> float:
-    """The largest difference that rounding may explain: 16 units of it, and 1e-4 for wider dtypes."""
-    return max(1e-4, 16 * torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
-
-
 def _is_capturing(device: torch.device | None) -> bool:
     return device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _on(device: torch.device | None) -> Any:
-    return torch.cuda.device(device if device is not None and device.type == "cuda" else -1)

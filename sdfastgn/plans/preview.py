@@ -17,7 +17,7 @@ from sdfastgn.kernels.common import gpu
 from sdfastgn.patches.code.checked import entrances
 from sdfastgn.patches.graphs.arguments import Call, Unsupported
 from sdfastgn.patches.swap.class_forward import class_forward
-from sdfastgn.plans.forward import make_plan, trace_call
+from sdfastgn.plans.making import make_plan, trace_call
 from sdfastgn.plans.outcome import Outcome
 from sdfastgn.plans.run.plan import Plan
 from sdfastgn.plans.run.traffic import Step

@@ -18,6 +18,7 @@ import sdfastgn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.compile_ahead import rehearsal
 from sdfastgn.plans import forward as planned_forward
+from sdfastgn.plans import making, store
 from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.run.bake import Baked
 from sdfastgn.plans.run.plan import Plan
@@ -122,7 +123,7 @@ def test_kernels_of_new_steps_are_compiled_ahead(monkeypatch):
         compile_ahead(plan, inputs, device)
         compiled.append({step.target for step in plan.steps if step.kind == "kernel"})
 
-    monkeypatch.setattr(planned_forward, "_COMPILED", set())
+    monkeypatch.setattr(making, "_COMPILED", set())
     monkeypatch.setattr(Plan, "compile_ahead", spy)
     for size in (6, 9):
         stock = net().cuda()
@@ -228,13 +229,14 @@ def test_views_are_those_of_the_stock_layout():
 def test_no_python_of_the_model_runs(pair, monkeypatch):
     model, stock = pair
     expected = stock(image(seed=4))
-    monkeypatch.setattr(planned_forward, "trace", None)
-    monkeypatch.setattr(planned_forward, "class_forward", None)
+    monkeypatch.setattr(making, "trace", None)
+    for each in (planned_forward, making):
+        monkeypatch.setattr(each, "class_forward", None)
     agree(model(image(seed=4)), expected)
 
 
 def test_few_plans_are_kept(pair, monkeypatch):
-    monkeypatch.setattr(planned_forward, "MAX_PLANS", 2)
+    monkeypatch.setattr(store, "MAX_PLANS", 2)
     model, stock = pair
     for size in (5, 7, 9, 6):
         agree(model(image(size=size)), stock(image(size=size)))
@@ -280,8 +282,8 @@ def test_a_table_is_filled_without_a_change_of_the_model():
 
 
 def test_more_sizes_than_plans_in_rotation(monkeypatch):
-    monkeypatch.setattr(planned_forward, "MAX_PLANS", 2)
-    monkeypatch.setattr(planned_forward, "_IN_USE", 10)
+    monkeypatch.setattr(store, "MAX_PLANS", 2)
+    monkeypatch.setattr(store, "_IN_USE", 10)
     stock = net()
     model = sdfastgn.optimize(copy.deepcopy(stock))
     for size in (5, 5, 7, 7, *[5, 7, 9] * 3):
@@ -349,8 +351,9 @@ def test_random_numbers_of_verified_plans():
 
 
 def test_few_refused_kinds_are_kept(pair, monkeypatch):
-    monkeypatch.setattr(planned_forward, "_MAX_REASONS", 3)
-    monkeypatch.setattr(planned_forward, "_NEW_KINDS", 100)
+    for each in (planned_forward, store):
+        monkeypatch.setattr(each, "MAX_REASONS", 3)
+    monkeypatch.setattr(store, "_NEW_KINDS", 100)
     model = sdfastgn.optimize(net(Draws))
     for _ in range(3):
         for size in range(5, 15):

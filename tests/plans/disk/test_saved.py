@@ -19,7 +19,7 @@ from torch import nn
 import sdfastgn
 from sdfastgn.patches.code.states import States
 from sdfastgn.patches.layout.channels_last import lay_out_weights
-from sdfastgn.plans import forward as planned_forward
+from sdfastgn.plans import making
 from sdfastgn.plans.disk import files, key
 from sdfastgn.plans.guard import Guard
 from sdfastgn.plans.run.bake import Baked
@@ -64,7 +64,7 @@ TRACED, LOADED = (1, 0), (0, 1)
 
 def test_the_second_model_is_not_traced(monkeypatch):
     assert run() == TRACED
-    monkeypatch.setattr(planned_forward, "trace", None)
+    monkeypatch.setattr(making, "trace", None)
     assert run() == LOADED
 
 

@@ -1,0 +1,154 @@
+"""Makes the plan of a call: traces it, rewrites the graph, and compiles the plan's kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.failures import one_line
+from sdfastgn.patches.code.states import running
+from sdfastgn.patches.graphs.arguments import Call
+from sdfastgn.patches.layout import channels_last
+from sdfastgn.patches.lora.merged_adapters import frozen
+from sdfastgn.patches.swap.class_forward import class_forward
+from sdfastgn.plans.adapters import Adapters
+from sdfastgn.plans.outcome import Outcome
+from sdfastgn.plans.rewrite.passes import rewrite
+from sdfastgn.plans.run.plan import Plan
+from sdfastgn.plans.state import STATE, State
+from sdfastgn.plans.trace.traced import Traced, Untraceable
+from sdfastgn.plans.trace.tracer import trace
+
+__all__ = [
+    "compile_ahead",
+    "difference",
+    "make_plan",
+    "may_seed",
+    "most_difference",
+    "on",
+    "places",
+    "run_own",
+    "same_random_numbers",
+    "trace_call",
+]
+
+# Largest relative difference of a plan with products in E4M3 from the model's own code. Single products
+# differ by 0.04, whole models by 0.1 (docs/fp8.md), and results of wrong steps by about 1.
+_MOST_IN_E4M3 = 0.3
+# The (GPU, step, dtype) whose kernels this process has compiled for some plan.
+_COMPILED: set[tuple[torch.device, str, torch.dtype | None]] = set()
+
+
+def trace_call(
+    module: nn.Module, call: Call, state: State, method: str = "forward", adapters: Adapters | None = None
+) -> tuple[Traced, Outcome]:
+    """Trace the method ``method`` of the model's class. Returns also what the call leaves besides tensors.
+
+    ``call``: its arguments, and the values of ``state``. ``adapters``: those of the model, None if it has
+    none. Raises Untraceable.
+    """
+    layers = {} if adapters is None else adapters.layers
+    outcomes: list[Outcome] = []
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        given = [tensors[place] for place in places(call)]
+        computed, outcome = run_own(module, call, state, method, given)
+        outcomes.append(outcome)
+        return computed
+
+    def strides_of(part: nn.Module, weight: Tensor) -> tuple[int, ...]:
+        return channels_last.stock_strides(layers.get(part, part), weight)
+
+    with dispatch.stock_code(), running(as_stock=False), frozen():
+        traced = trace(module, run, *call.tensors, strides_of=strides_of, beside=layers)
+    if adapters is not None:
+        adapters.check(traced)
+    return traced, outcomes[-1]
+
+
+def run_own(
+    module: nn.Module, call: Call, state: State, method: str, tensors: Sequence[Tensor]
+) -> tuple[list[Tensor], Outcome]:
+    """The tensors that the module's own code computes from ``tensors``, and what it leaves besides them."""
+    args, kwargs = call.rebuild(list(tensors))
+    outcome = Outcome(args, kwargs, tensors)
+    held = kwargs.pop(STATE, {})
+    with state.replaced(held):
+        result = class_forward(module, method)(*args, **kwargs)
+    return outcome.finish(result), outcome
+
+
+def places(call: Call) -> tuple[int, ...]:
+    """For each tensor of the call, the first place at which the same tensor is: code may ask ``a is b``."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(t), i) for i, t in enumerate(call.tensors))
+
+
+def make_plan(
+    traced: Traced, note: Callable[[fx.Graph], object] = lambda graph: None, copy_of: Any = None
+) -> Plan:
+    """Rewrite the graph, which the plan takes over. Raises Untraceable, with the reason.
+
+    ``note`` is called with the rewritten graph, which it must not keep. ``copy_of``: as in ``Plan``; None if
+    nothing is computed in E4M3.
+    """
+    try:
+        graph = rewrite(traced.graph.graph, in_e4m3=copy_of is not None)
+        note(graph)
+        return Plan(traced, graph, copy_of)
+    except Untraceable:
+        raise
+    except Exception as error:  # a rule that fails must not take the call down
+        raise Untraceable(f"its plan could not be made: {one_line(error)}") from error
+
+
+def compile_ahead(plan: Plan, call: Call) -> None:
+    """Compile the kernels of ``plan`` in parallel, if it has steps that no plan on the GPU had before."""
+    device: Any = call.device
+    kernels = {(device, step.target, step.dtype) for step in plan.steps if step.kind == "kernel"}
+    new = kernels - _COMPILED
+    if device.type != "cuda" or not new or plan.writes or plan.draws:
+        return
+    with contextlib.suppress(Exception), on(device):  # the first run raises the same error
+        plan.compile_ahead(call.tensors, device)  # type: ignore[arg-type]
+    _COMPILED.update(new)
+
+
+def may_seed(named: tuple[str, Any, Any]) -> bool:
+    """True if the value that code names may set the state of PyTorch's random generators."""
+    value = named[-1]
+    is_function = getattr(value, "__module__", None) in ("torch.random", "torch.cuda.random")
+    return is_function or isinstance(value, torch.Generator)
+
+
+def same_random_numbers(device: torch.device | None) -> Any:
+    """A context after which PyTorch's random generators have their former states."""
+    is_gpu = device is not None and device.type == "cuda"
+    return torch.random.fork_rng([device] if is_gpu else [])
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """The relative difference of a from b; infinite if their shapes or dtypes differ."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return math.inf
+    if torch.equal(a, b):
+        return 0.0
+    wide = torch.complex128 if b.is_complex() else torch.float64
+    return float((a.to(wide) - b.to(wide)).norm() / b.to(wide).norm().clamp(min=1e-30))
+
+
+def most_difference(plan: Plan, dtype: torch.dtype) -> float:
+    """The largest difference that rounding may explain: 16 units of it, and 1e-4 for wider dtypes."""
+    if plan.copies:
+        return _MOST_IN_E4M3
+    return max(1e-4, 16 * torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
+
+
+def on(device: torch.device | None) -> Any:
+    return torch.cuda.device(device if device is not None and device.type == "cuda" else -1)
