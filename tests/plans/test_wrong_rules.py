@@ -164,7 +164,7 @@ WRONG = [
     Wrong(
         "frames of other samples are repeated",
         "convolutions",
-        "if video.args[1] != (0, 2, 1, 3, 4) or shape",
+        "if video.args[1] != TO_FRAMES or shape",
         "if shape",
     ),
     Wrong(
