@@ -613,132 +613,27 @@ encode_case("Flux2 VAE encode, 1024²", 1, 3, 1024, 1024)
 # --- Diffusion transformers -----------------------------------------------------------------------
 
 
-def transformer_case(
-    name: str, size: str, cls: str, few: dict[str, Any], *, is_video: bool = False, **config: Any
-) -> Callable[[Prepare], Prepare]:
-    """A decorator that adds two cases to ``TRANSFORMERS``: as published, and with the layers in ``few``."""
+def transformer_case(name: str, model: str, few: dict[str, Any]) -> None:
+    """Adds two cases of a transformer to ``TRANSFORMERS``: as published, and with the layers in ``few``."""
+    network = VIDEO_NETWORKS[model]["transformer"]
+    size = {"frames": network.frames, "height": network.height, "width": network.width}
+    is_video = network.frames > 1
+    shown = " x ".join(map(str, size.values())) if is_video else f"{network.width}²"
+    batch = f", batch {network.batch}" if network.batch > 1 else ""
 
-    def register(prepare: Prepare) -> Prepare:
-        for layers, settings in (("", config), (", 2 layers", {**config, **few})):
-            build = partial(getattr(diffusers, cls), **settings)
-            each = Case(f"{name}{layers}, {size}", build, prepare, BF16, is_video, is_long=not layers)
-            TRANSFORMERS.append(each)
-        return prepare
+    def prepare(built: Any, draw: Draw) -> Callable[[], Any]:
+        return partial(video.run, built, video.inputs(built, draw, batch=network.batch, **size))
 
-    return register
-
-
-def whole_numbers(model: Any, *shape: int, value: int = 1) -> Tensor:
-    return torch.full(shape, value, device=model.device)
+    for layers, config in (("", network.config), (", 2 layers", {**network.config, **few})):
+        build = partial(getattr(diffusers, network.cls), **config)
+        each = Case(f"{name}{layers}, {shown}{batch}", build, prepare, BF16, is_video, is_long=not layers)
+        TRANSFORMERS.append(each)
 
 
-@transformer_case(
-    "Flux.1-dev",
-    "1024²",
-    "FluxTransformer2DModel",
-    {"num_layers": 1, "num_single_layers": 1},
-    num_layers=19,
-    num_single_layers=38,
-    guidance_embeds=True,
-)
-def _(model, draw):
-    places = {"img_ids": draw(64 * 64, 3), "txt_ids": draw(512, 3)}
-    prompt = {"encoder_hidden_states": draw(1, 512, 4096), "pooled_projections": draw(1, 768)}
-    return partial(
-        model, draw(1, 64 * 64, 64), **prompt, **places, timestep=draw(1), guidance=draw(1), return_dict=False
-    )
-
-
-@transformer_case(
-    "SD3.5-medium",
-    "1024², batch 2",
-    "SD3Transformer2DModel",
-    {"num_layers": 2, "dual_attention_layers": (0,)},
-    sample_size=128,
-    num_layers=24,
-    num_attention_heads=24,
-    attention_head_dim=64,
-    caption_projection_dim=1536,
-    joint_attention_dim=4096,
-    pooled_projection_dim=2048,
-    pos_embed_max_size=384,
-    qk_norm="rms_norm",
-    dual_attention_layers=tuple(range(13)),
-)
-def _(model, draw):
-    prompt = {"encoder_hidden_states": draw(BATCH, 333, 4096), "pooled_projections": draw(BATCH, 2048)}
-    return partial(model, draw(BATCH, 16, 128, 128), **prompt, timestep=draw(BATCH), return_dict=False)
-
-
-@transformer_case("Z-Image", "1024²", "ZImageTransformer2DModel", {"n_layers": 2, "n_refiner_layers": 1})
-def _(model, draw):
-    return partial(model, [draw(16, 1, 128, 128)], draw(1), [draw(96, 2560)], return_dict=False)
-
-
-@transformer_case("Qwen-Image", "1024²", "QwenImageTransformer2DModel", {"num_layers": 2}, num_layers=60)
-def _(model, draw):
-    prompt = {"encoder_hidden_states": draw(1, 128, 3584), "encoder_hidden_states_mask": None}
-    shapes = [[(1, 64, 64)]]
-    return partial(
-        model, draw(1, 64 * 64, 64), **prompt, timestep=draw(1), img_shapes=shapes, return_dict=False
-    )
-
-
-@transformer_case(
-    "LTX", "121 x 512 x 768, batch 2", "LTXVideoTransformer3DModel", {"num_layers": 2}, is_video=True
-)
-def _(model, draw):
-    size = {"num_frames": 16, "height": 16, "width": 24, "rope_interpolation_scale": (8 / 25, 32, 32)}
-    mask = whole_numbers(model, BATCH, 128)
-    return partial(
-        model,
-        draw(BATCH, 16 * 16 * 24, 128),
-        draw(BATCH, 128, 4096),
-        draw(BATCH),
-        mask,
-        **size,
-        return_dict=False,
-    )
-
-
-@transformer_case(
-    "Wan 2.1 1.3B",
-    "33 x 480 x 832",
-    "WanTransformer3DModel",
-    {"num_layers": 2},
-    is_video=True,
-    num_attention_heads=12,
-    num_layers=30,
-    ffn_dim=8960,
-)
-def _(model, draw):
-    return partial(
-        model,
-        draw(1, 16, 9, 60, 104),
-        whole_numbers(model, 1, value=500),
-        draw(1, 512, 4096),
-        return_dict=False,
-    )
-
-
-@transformer_case(
-    "Flux.2-klein-4B",
-    "1024²",
-    "Flux2Transformer2DModel",
-    {"num_layers": 1, "num_single_layers": 1},
-    num_layers=5,
-    num_single_layers=20,
-    num_attention_heads=24,
-    joint_attention_dim=7680,
-    guidance_embeds=False,
-)
-def _(model, draw):
-    places = {"img_ids": draw(1, 64 * 64, 4), "txt_ids": draw(1, 512, 4)}
-    return partial(
-        model,
-        draw(1, 64 * 64, 128),
-        draw(1, 512, 7680),
-        timestep=draw(1),
-        **places,
-        return_dict=False,
-    )
+transformer_case("Flux.1-dev", "flux", {"num_layers": 1, "num_single_layers": 1})
+transformer_case("SD3.5-medium", "sd35", {"num_layers": 2, "dual_attention_layers": (0,)})
+transformer_case("Z-Image", "zimage", {"n_layers": 2, "n_refiner_layers": 1})
+transformer_case("Qwen-Image", "qwen_image", {"num_layers": 2})
+transformer_case("LTX", "ltx", {"num_layers": 2})
+transformer_case("Wan 2.1 1.3B", "wan", {"num_layers": 2})
+transformer_case("Flux.2-klein-4B", "flux2_klein", {"num_layers": 1, "num_single_layers": 1})

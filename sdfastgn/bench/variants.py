@@ -23,8 +23,10 @@ if TYPE_CHECKING:  # the command line's help lists the variants, and must not wa
     import torch
     from torch import nn
 
-# The parts of a model that can be timed.
+# The parts of a pipeline that can be timed.
 PARTS = ("unet", "vae", "pipeline", "train")
+# And those of single networks.
+EVERY_PART = (*PARTS, "transformer")
 # Names of the components of a pipeline that torch.compile compiles, and that the variant "channels_last"
 # converts. "" stands for a module that is timed without a pipeline.
 TIMED_MODULES = ("", "unet", "vae")
@@ -192,6 +194,18 @@ def _compiled(target: Any, part: str, undo: contextlib.ExitStack, mode: str | No
         (decoder if isinstance(decoder, nn.Module) else module).compile(mode=mode)
 
 
+def _compiled_blocks(target: Any, part: str, undo: contextlib.ExitStack) -> None:
+    """Compiles one block of each kind that repeats, as diffusers recommends: this takes seconds."""
+    dynamo = importlib.import_module("torch._dynamo")
+    dynamo.reset()
+    undo.callback(dynamo.reset)
+    modules: list[Any] = _timed_modules(target)
+    for module in modules:
+        if not getattr(module, "_repeated_blocks", None):
+            raise RuntimeError(f"diffusers knows no repeated blocks of a {type(module).__name__}")
+        module.compile_repeated_blocks()
+
+
 def _compiled_channels_last(target: Any, part: str, undo: contextlib.ExitStack) -> None:
     _channels_last(target, part, undo)
     _compiled(target, part, undo)
@@ -249,6 +263,9 @@ _EVERY = (
     ),
     Variant("sdfastgn_eager", "sdfastgn without graphs", _always, _sdfastgn_eager, _describe_sdfastgn),
     Variant("compile", "torch.compile", compile_reason, _compiled),
+    Variant(
+        "compile_blocks", "torch.compile, repeated blocks", compile_reason, _compiled_blocks, is_in_all=False
+    ),
     Variant("compile_channels_last", "torch.compile, channels_last", compile_reason, _compiled_channels_last),
     Variant(
         "compile_graphs",

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from sdfastgn.bench.presets import PRESETS
-from sdfastgn.bench.variants import PARTS, VARIANTS
+from sdfastgn.bench.variants import EVERY_PART, VARIANTS
 from sdfastgn.cli.app import NAMES, command
 from sdfastgn.cli.errors import one_line_errors
 from sdfastgn.cli.options import (
@@ -56,7 +56,7 @@ PartOption = Annotated[
     typer.Option(
         "--part",
         metavar="<str>",
-        help=f"What to time: {', '.join(PARTS)}. Repeat the option for several.",
+        help=f"What to time: {', '.join(EVERY_PART)}. Repeat the option for several.",
         show_default="unet, or vae if the model has no unet, or as in the preset",
     ),
 ]

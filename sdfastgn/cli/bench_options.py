@@ -13,7 +13,7 @@ from typing import Any
 from sdfastgn.bench.documents import images_path
 from sdfastgn.bench.presets import PRESETS
 from sdfastgn.bench.tables.plots import plot_reason
-from sdfastgn.bench.variants import PARTS, VARIANTS, Variant
+from sdfastgn.bench.variants import EVERY_PART, PARTS, VARIANTS, Variant
 from sdfastgn.bench.workload import BenchConfig
 from sdfastgn.cli.checks import (
     file_paths,
@@ -35,8 +35,8 @@ from sdfastgn.program import OptionError
 EVERY_MODEL = (*MODELS, *VIDEO_NETWORKS)
 # Defaults of options. ``GPU_REPEATS`` and ``CPU_REPEATS``: ``--repeats`` for each part.
 # ``GUIDED_BATCH``: ``--batch`` of a UNet step with guidance. ``STEPS``: ``--steps`` of a pipeline.
-GPU_REPEATS = {"unet": 50, "vae": 30, "pipeline": 5, "train": 30}
-CPU_REPEATS = {"unet": 5, "vae": 5, "pipeline": 2, "train": 3}
+GPU_REPEATS = {"unet": 50, "vae": 30, "transformer": 30, "pipeline": 5, "train": 30}
+CPU_REPEATS = {"unet": 5, "vae": 5, "transformer": 5, "pipeline": 2, "train": 3}
 GUIDED_BATCH = 2
 STEPS = 30
 # Options that only a pipeline uses. For other parts they are refused.
@@ -87,7 +87,10 @@ def _parts(model: str | None, parts: Sequence[str] | None) -> list[str]:
     networks = VIDEO_NETWORKS.get(model or "", {})
     if parts is None:
         return [next(iter(networks or PARTS))]
-    chosen = some_of("--part", parts, PARTS)
+    chosen = some_of("--part", parts, EVERY_PART)
+    if not networks and "transformer" in chosen:
+        models = ", ".join(name for name, found in VIDEO_NETWORKS.items() if "transformer" in found)
+        raise OptionError(f"--part: 'transformer' needs --model with one of {models}")
     if networks and (others := [part for part in chosen if part not in networks]):
         choice = ", ".join(networks)
         raise OptionError(f"--part: cannot time {others[0]!r} of the model {model!r}; choose from {choice}")

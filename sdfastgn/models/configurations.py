@@ -150,14 +150,14 @@ SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class VideoNetwork:
-    """A UNet or an autoencoder of video, and the size of the video with which it is timed.
+    """A network that is timed without a pipeline, and the size of the video or image with which it is timed.
 
     Attributes:
         cls: name of the network's class in diffusers.
         dtype: the dtype in which the network is used, a key of ``DTYPES``.
         frames: number of frames of the video; 1 for an image.
         height, width: size of a frame in pixels.
-        batch: number of videos in one call. It is 2 for a UNet step with guidance.
+        batch: number of videos in one call. It is 2 for a step with guidance of a UNet or a transformer.
         config: settings of the class that differ from diffusers' defaults.
     """
 
@@ -170,6 +170,26 @@ class VideoNetwork:
     config: dict[str, Any] = field(default_factory=dict)
 
 
+_SD35 = {
+    "sample_size": 128,
+    "num_layers": 24,
+    "num_attention_heads": 24,
+    "attention_head_dim": 64,
+    "caption_projection_dim": 1536,
+    "joint_attention_dim": 4096,
+    "pooled_projection_dim": 2048,
+    "pos_embed_max_size": 384,
+    "qk_norm": "rms_norm",
+    "dual_attention_layers": tuple(range(13)),
+}
+_KLEIN = {
+    "num_layers": 5,
+    "num_single_layers": 20,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 7680,
+    "guidance_embeds": False,
+}
+_WAN_1B = {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}
 _DC_BLOCKS = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
 _DC_AE = {
     "encoder_block_types": _DC_BLOCKS,
@@ -178,10 +198,30 @@ _DC_AE = {
     "upsample_block_type": "interpolate",
     "scaling_factor": 0.41407,
 }
-# Model -> part ("unet" or "vae") -> network. The first part of a model is the default of ``--part``.
+# Model -> part ("unet", "vae" or "transformer") -> network. The first part of a model is the default of
+# ``--part``.
 VIDEO_NETWORKS: dict[str, dict[str, VideoNetwork]] = {
-    "wan": {"vae": VideoNetwork("AutoencoderKLWan", "bf16", 17, 480, 832)},
-    "qwen_image": {"vae": VideoNetwork("AutoencoderKLQwenImage", "bf16", 1, 1024, 1024)},
+    "flux": {
+        "transformer": VideoNetwork(
+            "FluxTransformer2DModel", "bf16", 1, 1024, 1024, config={"guidance_embeds": True}
+        )
+    },
+    "flux2_klein": {
+        "transformer": VideoNetwork("Flux2Transformer2DModel", "bf16", 1, 1024, 1024, config=_KLEIN)
+    },
+    "sd35": {
+        "transformer": VideoNetwork("SD3Transformer2DModel", "bf16", 1, 1024, 1024, batch=2, config=_SD35)
+    },
+    "zimage": {"transformer": VideoNetwork("ZImageTransformer2DModel", "bf16", 1, 1024, 1024)},
+    "ltx": {"transformer": VideoNetwork("LTXVideoTransformer3DModel", "bf16", 121, 512, 768, batch=2)},
+    "wan": {
+        "vae": VideoNetwork("AutoencoderKLWan", "bf16", 17, 480, 832),
+        "transformer": VideoNetwork("WanTransformer3DModel", "bf16", 33, 480, 832, config=_WAN_1B),
+    },
+    "qwen_image": {
+        "vae": VideoNetwork("AutoencoderKLQwenImage", "bf16", 1, 1024, 1024),
+        "transformer": VideoNetwork("QwenImageTransformer2DModel", "bf16", 1, 1024, 1024),
+    },
     "qwen_image_21": {"vae": VideoNetwork("AutoencoderKLQwenImage21", "bf16", 1, 1024, 1024)},
     "dc_ae": {"vae": VideoNetwork("AutoencoderDC", "bf16", 1, 1024, 1024, config=_DC_AE)},
     "kvae": {"vae": VideoNetwork("AutoencoderKLKVAE", "bf16", 1, 1024, 1024)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,8 @@ def inputs(model: Any, draw: Draw, *, batch: int, frames: int, height: int, widt
         height, width: size of a frame in pixels.
     """
     kind, config = type(model).__name__, model.config
+    if kind in _TRANSFORMERS:
+        return _TRANSFORMERS[kind](model, draw, batch, frames, height, width)
     pixels = getattr(model, "spatial_compression_ratio", PIXELS)
     size = height // pixels, width // pixels
     if kind == "UNetSpatioTemporalConditionModel":
@@ -57,7 +60,91 @@ def inputs(model: Any, draw: Draw, *, batch: int, frames: int, height: int, widt
     return {"z": draw(batch, channels, (frames - 1) // FRAMES + 1, *size)}
 
 
+def _flux(
+    model: Any, draw: Draw, batch: int, frames: int, height: int, width: int, *, axes: int, is_pooled: bool
+) -> dict[str, Any]:
+    """For Flux and Flux 2: one token for 16 x 16 pixels. ``axes``: numbers that say where a token is."""
+    tokens, config = (height // 16) * (width // 16), model.config
+    of_batch = () if is_pooled else (batch,)
+    found = {
+        "hidden_states": draw(batch, tokens, config.in_channels),
+        "encoder_hidden_states": draw(batch, 512, config.joint_attention_dim),
+        "timestep": draw(batch),
+        "img_ids": draw(*of_batch, tokens, axes),
+        "txt_ids": draw(*of_batch, 512, axes),
+    }
+    if is_pooled:
+        found["pooled_projections"] = draw(batch, config.pooled_projection_dim)
+    return found | ({"guidance": draw(batch)} if config.guidance_embeds else {})
+
+
+def _sd3(model: Any, draw: Draw, batch: int, frames: int, height: int, width: int) -> dict[str, Any]:
+    config = model.config
+    return {
+        "hidden_states": draw(batch, config.in_channels, height // PIXELS, width // PIXELS),
+        "encoder_hidden_states": draw(batch, 333, config.joint_attention_dim),
+        "pooled_projections": draw(batch, config.pooled_projection_dim),
+        "timestep": draw(batch),
+    }
+
+
+def _z_image(model: Any, draw: Draw, batch: int, frames: int, height: int, width: int) -> dict[str, Any]:
+    size = model.config.in_channels, frames, height // PIXELS, width // PIXELS
+    texts = [draw(96, model.config.cap_feat_dim) for _ in range(batch)]
+    return {"x": [draw(*size) for _ in range(batch)], "t": draw(batch), "cap_feats": texts}
+
+
+def _qwen_image(model: Any, draw: Draw, batch: int, frames: int, height: int, width: int) -> dict[str, Any]:
+    rows, columns = height // 16, width // 16
+    return {
+        "hidden_states": draw(batch, rows * columns, model.config.in_channels),
+        "encoder_hidden_states": draw(batch, 128, model.config.joint_attention_dim),
+        "encoder_hidden_states_mask": None,
+        "timestep": draw(batch),
+        "img_shapes": [[(frames, rows, columns)]] * batch,
+    }
+
+
+def _ltx(model: Any, draw: Draw, batch: int, frames: int, height: int, width: int) -> dict[str, Any]:
+    """One token for 8 frames of 32 x 32 pixels. The video has 25 frames a second."""
+    size = (frames - 1) // 8 + 1, height // 32, width // 32
+    texts = draw(batch, 128, model.config.caption_channels)
+    return {
+        "hidden_states": draw(batch, size[0] * size[1] * size[2], model.config.in_channels),
+        "encoder_hidden_states": texts,
+        "timestep": draw(batch),
+        "encoder_attention_mask": torch.ones(batch, 128, dtype=torch.long, device=texts.device),
+        "num_frames": size[0],
+        "height": size[1],
+        "width": size[2],
+        "rope_interpolation_scale": (8 / 25, 32, 32),
+    }
+
+
+def _wan(model: Any, draw: Draw, batch: int, frames: int, height: int, width: int) -> dict[str, Any]:
+    size = (frames - 1) // FRAMES + 1, height // PIXELS, width // PIXELS
+    sample = draw(batch, model.config.in_channels, *size)
+    return {
+        "hidden_states": sample,
+        "timestep": torch.full((batch,), 500, device=sample.device),
+        "encoder_hidden_states": draw(batch, 512, model.config.text_dim),
+    }
+
+
+# Class of a transformer -> makes its ``inputs``, of (the model, ``draw``, batch, frames, height, width).
+_TRANSFORMERS: dict[str, Callable[..., dict[str, Any]]] = {
+    "FluxTransformer2DModel": functools.partial(_flux, axes=3, is_pooled=True),
+    "Flux2Transformer2DModel": functools.partial(_flux, axes=4, is_pooled=False),
+    "SD3Transformer2DModel": _sd3,
+    "ZImageTransformer2DModel": _z_image,
+    "QwenImageTransformer2DModel": _qwen_image,
+    "LTXVideoTransformer3DModel": _ltx,
+    "WanTransformer3DModel": _wan,
+}
+
+
 def run(model: Any, inputs: dict[str, Any]) -> Any:
-    """Runs one step if ``model`` is a UNet, one decode if it is an autoencoder. Returns the output tensor."""
+    """Runs one step, or one decode if ``model`` is an autoencoder. Returns the output tensor."""
     call = model.decode if hasattr(model, "decode") else model
-    return call(**inputs, return_dict=False)[0]
+    result = call(**inputs, return_dict=False)[0]
+    return torch.stack(result) if isinstance(result, list) else result  # Z-Image has a list of images

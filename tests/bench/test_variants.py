@@ -16,9 +16,11 @@ from sdfastgn.bench import environment, stable_fast
 from sdfastgn.bench.snapshot import Snapshot, modules_of
 from sdfastgn.bench.variants import VARIANTS, Variant, prepared
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.models.architectures import build_unet, build_vae
+from sdfastgn.models.architectures import build_unet, build_vae, build_video_network
+from sdfastgn.models.configurations import VIDEO_NETWORKS
 from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.fp8 import product as fp8_product
+from tests import small_video
 
 CPU = torch.device("cpu")
 
@@ -71,7 +73,9 @@ def test_eager_is_first_and_stable_fast_last():
 
 # torch.compile is prepared here and not run: it would take a minute of C++.
 # ``sdfastgn_fp8`` refuses a module without transformer blocks.
-APPLIED = [variant for name, variant in VARIANTS.items() if name not in ("stable_fast", "sdfastgn_fp8")]
+# ``compile_blocks`` refuses one without blocks that diffusers knows.
+OTHERS = ("stable_fast", "sdfastgn_fp8", "compile_blocks")
+APPLIED = [variant for name, variant in VARIANTS.items() if name not in OTHERS]
 
 
 @pytest.mark.parametrize("variant", APPLIED, ids=[variant.name for variant in APPLIED])
@@ -85,6 +89,22 @@ def test_applied_and_undone(variant, module):
                 torch.testing.assert_close(module(x), stock, rtol=1e-5, atol=1e-5)
         assert state(module) == before
         assert torch.equal(module(x), stock)
+
+
+def test_repeated_blocks_are_compiled(module, monkeypatch):
+    small_video.shrink(monkeypatch)
+    model = build_video_network(VIDEO_NETWORKS["flux"]["transformer"], torch.float32, "cpu")
+    before = state(model)
+    with prepared(VARIANTS["compile_blocks"], model, "transformer"):
+        blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
+        assert all(block._compiled_call_impl is not None for block in blocks)
+        assert model._compiled_call_impl is None
+    assert state(model) == before
+    with (
+        pytest.raises(RuntimeError, match="no repeated blocks of a Block"),
+        prepared(VARIANTS["compile_blocks"], module, "vae"),
+    ):
+        pass
 
 
 @pytest.mark.usefixtures("without_gradients")
@@ -161,7 +181,8 @@ def test_who_runs_plans(module):
             assert on == {name != "sdfastgn_no_plans"}
             said = variant.describe(module)
         assert ("no plan: no kernels run for torch.float32 on cpu" in said) == (name != "sdfastgn_no_plans")
-    assert [variant.name for variant in VARIANTS.values() if not variant.is_in_all] == ["sdfastgn_no_plans"]
+    named = [variant.name for variant in VARIANTS.values() if not variant.is_in_all]
+    assert named == ["sdfastgn_no_plans", "compile_blocks"]
 
 
 @pytest.mark.fused_on_cpu

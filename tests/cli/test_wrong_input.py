@@ -99,6 +99,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 BENCH = {
     "bench --model sd3": "--model: unknown value 'sd3'; choose from tiny, tiny_xl, sd15, sdxl",
     "bench --part text": "--part: unknown value 'text'; choose from unet, vae, pipeline",
+    "bench --part transformer": "--part: 'transformer' needs --model with one of flux, flux2_klein, sd35",
     "bench --model wan --part pipeline": "--part: cannot time 'pipeline' of the model 'wan'; choose from vae",
     "bench --model wan --part vae --part unet": "--part: cannot time 'unet' of the model 'wan'; choose",
     "bench --model svd --part train": "--part: cannot time 'train' of the model 'svd'; choose from unet, vae",

@@ -66,8 +66,15 @@ def test_norms_of_tiny_models_have_random_affines_and_groups_of_odd_sizes():
 
 # (model, part) -> parameters, and the shape of the output.
 VIDEO = {
+    ("flux", "transformer"): (11_901_408_320, (1, 4096, 64)),
+    ("flux2_klein", "transformer"): (3_875_544_576, (1, 4096, 128)),
+    ("sd35", "transformer"): (2_243_171_520, (2, 16, 128, 128)),
+    ("zimage", "transformer"): (6_154_908_736, (1, 16, 1, 128, 128)),
+    ("ltx", "transformer"): (1_923_385_472, (2, 6144, 128)),
     ("wan", "vae"): (126_892_531, (1, 3, 17, 480, 832)),
+    ("wan", "transformer"): (1_418_996_800, (1, 16, 9, 60, 104)),
     ("qwen_image", "vae"): (126_892_531, (1, 3, 1, 1024, 1024)),
+    ("qwen_image", "transformer"): (20_430_401_088, (1, 4096, 64)),
     ("qwen_image_21", "vae"): (337_740_404, (1, 4, 1, 1024, 1024)),
     ("dc_ae", "vae"): (312_250_275, (1, 3, 1024, 1024)),
     ("kvae", "vae"): (217_426_723, (1, 3, 1024, 1024)),

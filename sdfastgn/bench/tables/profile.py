@@ -26,8 +26,19 @@ MODEL_LABELS = {
     "cogvideox": "CogVideoX",
     "svd": "SVD",
     "animatediff": "AnimateDiff",
+    "flux": "Flux.1",
+    "flux2_klein": "Flux.2 klein",
+    "sd35": "SD3.5-medium",
+    "zimage": "Z-Image",
+    "ltx": "LTX",
 }
-PART_LABELS = {"unet": "UNet step", "vae": "VAE decode", "pipeline": "pipeline", "train": "training step"}
+PART_LABELS = {
+    "unet": "UNet step",
+    "vae": "VAE decode",
+    "transformer": "transformer step",
+    "pipeline": "pipeline",
+    "train": "training step",
+}
 
 # Maximum number of characters of a kernel's name in a table. Names of C++ templates may have a thousand.
 _NAME_LENGTH = 110
