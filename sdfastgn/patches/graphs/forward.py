@@ -344,8 +344,6 @@ class GraphedForward(MethodEntry):
             self._planned.moved()
         for other in self._others.values():
             other.moved()
-        if self._planned is not None:
-            self._planned.moved()
         store = self._store
         if store.backend is None:
             return
