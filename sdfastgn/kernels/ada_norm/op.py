@@ -23,7 +23,6 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import check_device, check_input
 from sdfastgn.kernels.common.declaration import Operand, Value, checks_of
 from sdfastgn.kernels.common.plan_cache import Plans
@@ -132,8 +131,9 @@ def _plan(call: AdaNormCall) -> Any:
     return AdaNormPlan(call)
 
 
-def _has_kernel(x: Tensor) -> bool:
+def _has_kernel(call: AdaNormCall) -> bool:
     """True if x has elements, and its rows fit into registers and can be numbered by int32."""
+    x = call.x
     return 0 < x.numel() <= MAX_OFFSET * x.shape[-1] and fits_registers(x.shape[-1])
 
 
@@ -186,7 +186,7 @@ def ada_norm(
     Source: torch.nn.functional.layer_norm and rms_norm for the norms.
     """
     call = _call_of(x, branch, gate, branch_norm, norm, factor, offset, tanh, plus_one, keeps_total, False)
-    found = _launched(_NAME, call)
+    found = _plans.run(_NAME, call, _check, _has_kernel)
     if found is not None:
         return found[:2]
     return reference_ada_norm(
@@ -217,7 +217,7 @@ def ada_norm_in_e4m3(
         ``ada_norm``'s y is about its scale times the row of y. Both are contiguous.
     """
     call = _call_of(x, branch, gate, branch_norm, norm, factor, offset, tanh, plus_one, keeps_total, True)
-    found = _launched(f"{_NAME}_in_e4m3", call)
+    found = _plans.run(f"{_NAME}_in_e4m3", call, _check, _has_kernel)
     if found is not None:
         return found
     total, y = reference_ada_norm(
@@ -226,30 +226,6 @@ def ada_norm_in_e4m3(
     )  # fmt: skip
     assert y is not None
     return total, *reference_quantize_rows(y)
-
-
-def _launched(name: str, call: AdaNormCall) -> Any:
-    """(total, y, scales) of the kernel. None if it cannot run. ``name``: of the public function."""
-    if dispatch.is_plain_inference(call.x, call):
-        try:
-            # Plans are made and cached only for valid arguments. So if a plan is found, the arguments are
-            # valid, and need no check.
-            plan = _plans.made.get(_plans.key(call, _plans.tensors(call)))
-            if plan is None:
-                _check(name, call)
-                if _has_kernel(call.x):
-                    plan = _plans.of(call)
-            if plan is not None:
-                return plan.run(call)
-        except dispatch.KernelError as error:
-            _plans.turn_off(call, error)
-        # ``_plans.key`` raises an error that does not help the user if an argument is a number instead of a
-        # tensor, or a tensor without strides or memory. ``_check`` names the argument.
-        except (AttributeError, RuntimeError):
-            _check(name, call)
-            raise
-    _check(name, call)
-    return None
 
 
 def _call_of(

@@ -14,7 +14,7 @@ from sdfastgn.kernels.common.e4m3 import E4M3
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.sizes import WARP, vector_width
 from sdfastgn.kernels.layer_norm.config import RowsConfig, forward_config
-from sdfastgn.kernels.layer_norm.plans import rows_constants
+from sdfastgn.kernels.layer_norm.plans import row_numbers, row_strides, rows_constants
 
 # Operands whose rows have strides of their own.
 _STRIDED = ("x", "branch", "gate", "factor", "offset")
@@ -31,19 +31,14 @@ class AdaNormPlan:
         self.strides = (S * D, D, 1)
         self.has_total = call.branch is not None and call.keeps_total
         self.has_y, self.in_e4m3 = call.kind != "none", call.in_e4m3
-        strides = {name: _strides(getattr(call, name)) for name in _STRIDED}
+        strides = {name: row_strides(getattr(call, name)) for name in _STRIDED}
         vector = vector_width(x.itemsize, D, *(s for pair in strides.values() for s in pair))
         config: Any = forward_config(B * S, D, x.itemsize, vector, gpu.num_sms(x.device))
         assert isinstance(config, RowsConfig)
-        numbers = {
-            f"{name}_{axis}": stride // vector
-            for name, pair in strides.items()
-            for axis, stride in zip(("sample", "row"), pair, strict=True)
-        }
         self.launch = Launch(
             kernels._ada_norm_kernel, config.programs, config.num_warps,
             pdl=gpu.has_programmatic_launch(x.device),
-            rows=B * S, S=S, branch_eps=call.branch_eps, eps=call.eps, **numbers,
+            rows=B * S, S=S, branch_eps=call.branch_eps, eps=call.eps, **row_numbers(strides, vector),
             D=D, VECTOR=vector, BRANCH_NORM=call.normalizes_branch, KIND=call.kind, TANH=call.tanh,
             PLUS_ONE=call.plus_one, ONE_ROW=config.lanes * config.block <= WARP * vector,
             **rows_constants(config),
@@ -61,11 +56,3 @@ class AdaNormPlan:
             y = x.new_empty_strided(self.shape, self.strides)
         self.launch.run(*call[:8], total, y, scales)
         return total, y, scales
-
-
-def _strides(t: Tensor | None) -> tuple[int, int]:
-    """Elements between samples and between rows. 0 along an axis of one element, which is never moved."""
-    if t is None:
-        return 0, 0
-    a, b = (0 if size == 1 else stride for size, stride in zip(t.shape[:2], t.stride()[:2], strict=True))
-    return a, b

@@ -116,6 +116,43 @@ class Plans:
             self.made[key] = plan
         return plan
 
+    def run(
+        self,
+        name: str,
+        call: Any,
+        check: Callable[[str, Any], object],
+        has_kernel: Callable[[Any], bool],
+    ) -> Any:
+        """What the kernels compute for ``call``, for an op without a backward.
+
+        None if plain PyTorch must compute it. Then the arguments are valid.
+
+        Args:
+            name: the full name of the op, for errors.
+            check: function ``(name, call)`` that raises an error for invalid arguments.
+            has_kernel: function ``call -> bool`` for valid arguments: False if no kernel takes them.
+        """
+        if dispatch.is_plain_inference(call[0], call):
+            try:
+                # Plans are made and cached only for valid arguments. So if a plan is found, the arguments are
+                # valid, and need no check.
+                plan = self.made.get(self.key(call, self.tensors(call)))
+                if plan is None:
+                    check(name, call)
+                    if has_kernel(call):
+                        plan = self.of(call)
+                if plan is not None:
+                    return plan.run(call)
+            except dispatch.KernelError as error:
+                self.turn_off(call, error)
+            # ``key`` raises an error that does not help the user if an argument is a number instead of a
+            # tensor, or a tensor without strides or memory. ``check`` names the argument.
+            except (AttributeError, RuntimeError, TypeError):
+                check(name, call)
+                raise
+        check(name, call)
+        return None
+
     def turn_off(self, call: Any, error: dispatch.KernelError) -> None:
         """Turn the op off on the GPU of ``call``, whose plan has raised ``error``."""
         dispatch.turn_op_off(self._op, self._first(call), error)

@@ -18,7 +18,6 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.checks import check_activation
 from sdfastgn.kernels.common.declaration import Operand, Value, checks_of, even_rows
@@ -76,21 +75,5 @@ def gated(value: Tensor, gate: Tensor, activation: str) -> Tensor:
         ValueError: a shape, a device or the activation's name does not fit.
     """
     call = GatedCall(value, gate, activation)
-    if dispatch.is_plain_inference(value, call):
-        try:
-            # A plan is made only for valid arguments. So a call that finds one needs no check.
-            plan = _plans.made.get(_plans.key(call, _plans.tensors(call)))
-            if plan is None:
-                _check(_NAME, call)
-                plan = _plans.of(call) if value.numel() else None
-            if plan is not None:
-                return plan.run(call)
-        except dispatch.KernelError as error:
-            _plans.turn_off(call, error)
-        # The key cannot be made of wrong arguments, such as a number instead of a tensor, or a tensor without
-        # strides. ``_check`` then raises an error that names the argument.
-        except (AttributeError, RuntimeError, TypeError):
-            _check(_NAME, call)
-            raise
-    _check(_NAME, call)
-    return reference_gated(value, gate, activation)
+    found = _plans.run(_NAME, call, _check, lambda call: call.value.numel() > 0)
+    return reference_gated(value, gate, activation) if found is None else found

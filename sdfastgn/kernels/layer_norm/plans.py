@@ -177,3 +177,20 @@ def rows_constants(config: RowsConfig) -> dict[str, Any]:
         "WIDE": config.wide,
         **tile_constants(config),
     }
+
+
+def row_strides(t: Tensor | None) -> tuple[int, int]:
+    """Elements between samples and between rows. 0 along an axis of one element, which is never moved."""
+    if t is None:
+        return 0, 0
+    a, b = (0 if size == 1 else stride for size, stride in zip(t.shape[:2], t.stride()[:2], strict=True))
+    return a, b
+
+
+def row_numbers(strides: dict[str, tuple[int, int]], vector: int) -> dict[str, int]:
+    """The numbers NAME_sample and NAME_row of a kernel: the ``row_strides`` of operand NAME, in vectors."""
+    return {
+        f"{name}_{axis}": stride // vector
+        for name, pair in strides.items()
+        for axis, stride in zip(("sample", "row"), pair, strict=True)
+    }

@@ -41,7 +41,6 @@ from torch import Tensor
 
 from sdfastgn.kernels.channel_norm.config import fits
 from sdfastgn.kernels.channel_norm.op import reference_channel_norm
-from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.checks import (
     as_float,
@@ -404,26 +403,9 @@ def pad_frames(
     """
     _check_structure(norm, border, upsample)
     call = _call_of(x, cache, shift, norm, front, back, border, mode, keep, upsample, window)
-    if dispatch.is_plain_inference(x, call):
-        try:
-            # Plans are made and cached only for valid arguments. So if a plan is found, the arguments are
-            # valid, and need no check.
-            plan = _plans.made.get(_plans.key(call, _plans.tensors(call)))
-            if plan is None:
-                _check(_NAME, call)
-                if _has_kernel(call):
-                    plan = _plans.of(call)
-            if plan is not None:
-                return plan.run(call)
-        except dispatch.KernelError as error:
-            _plans.turn_off(call, error)
-        # ``_plans.key`` raises an error that does not help the user if an argument is a number instead of a
-        # tensor, or a tensor without strides or memory. ``_check`` raises a better error, which names the
-        # argument.
-        except (AttributeError, RuntimeError):
-            _check(_NAME, call)
-            raise
-    _check(_NAME, call)
+    found = _plans.run(_NAME, call, _check, _has_kernel)
+    if found is not None:
+        return found
     where: Any = {"front": front, "back": back, "border": border, "mode": mode, "keep": keep}
     return reference_pad_frames(x, cache, shift=shift, norm=norm, upsample=upsample, window=window, **where)
 

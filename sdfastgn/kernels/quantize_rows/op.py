@@ -21,7 +21,6 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.checks import check_activation, check_device, check_input
 from sdfastgn.kernels.common.declaration import Operand, Value, checks_of
@@ -121,26 +120,8 @@ def quantize_rows(
         ValueError: a shape, a device or an activation does not fit.
     """
     call = QuantizeRowsCall(x, activation, second, second_activation, multiplies)
-    if dispatch.is_plain_inference(x, call):
-        try:
-            # Plans are made and cached only for valid arguments. So if a plan is found, the arguments are
-            # valid, and need no check.
-            plan = _plans.made.get(_plans.key(call, _plans.tensors(call)))
-            if plan is None:
-                _check(_NAME, call)
-                if _has_kernel(call):
-                    plan = _plans.of(call)
-            if plan is not None:
-                return plan.run(call)
-        except dispatch.KernelError as error:
-            _plans.turn_off(call, error)
-        # ``_plans.key`` raises an error that does not help the user if an argument is a number instead of a
-        # tensor, or a tensor without strides or memory. ``_check`` names the argument.
-        except (AttributeError, RuntimeError):
-            _check(_NAME, call)
-            raise
-    _check(_NAME, call)
-    return reference_quantize_rows(*call)
+    found = _plans.run(_NAME, call, _check, _has_kernel)
+    return reference_quantize_rows(*call) if found is None else found
 
 
 def _check_rows(name: str, call: QuantizeRowsCall) -> None:

@@ -13,7 +13,7 @@ from sdfastgn.kernels.common.e4m3 import E4M3
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.sizes import vector_width
 from sdfastgn.kernels.layer_norm.config import RowsConfig, forward_config
-from sdfastgn.kernels.layer_norm.plans import rows_constants
+from sdfastgn.kernels.layer_norm.plans import row_numbers, row_strides, rows_constants
 from sdfastgn.kernels.quantize_rows import kernels
 from sdfastgn.kernels.quantize_rows.op import QuantizeRowsCall
 
@@ -28,19 +28,14 @@ class QuantizeRowsPlan:
         B, S, K = x.shape
         D = K if second is None or call.multiplies else K + second.shape[-1]
         self.shape, self.strides, self.scale_strides = (B, S, D), (S * D, D, 1), (S, 1)
-        strides = {"x": _strides(x), "second": _strides(second)}
+        strides = {"x": row_strides(x), "second": row_strides(second)}
         vector = vector_width(x.itemsize, K, D, *(s for pair in strides.values() for s in pair))
         config: Any = forward_config(B * S, D, x.itemsize, vector, gpu.num_sms(x.device))
         assert isinstance(config, RowsConfig)
-        numbers = {
-            f"{name}_{axis}": stride // vector
-            for name, pair in strides.items()
-            for axis, stride in zip(("sample", "row"), pair, strict=True)
-        }
         self.launch = Launch(
             kernels._quantize_rows_kernel, config.programs, config.num_warps,
             pdl=gpu.has_programmatic_launch(x.device),
-            rows=B * S, S=S, **numbers,
+            rows=B * S, S=S, **row_numbers(strides, vector),
             K=K, D=D, VECTOR=vector, ACTIVATION=call.activation, SECOND_ACTIVATION=call.second_activation,
             MULTIPLIES=call.multiplies, PAIRS=x.itemsize == 2 and vector == PAIRED, **rows_constants(config),
         )  # fmt: skip
@@ -52,11 +47,3 @@ class QuantizeRowsPlan:
         scales = x.new_empty_strided(self.shape[:2], self.scale_strides, dtype=torch.float32)
         self.launch.run(x, call.second, y, scales)
         return y, scales
-
-
-def _strides(t: Tensor | None) -> tuple[int, int]:
-    """Elements between samples and between rows. 0 along an axis of one element, which is never moved."""
-    if t is None:
-        return 0, 0
-    a, b = (0 if size == 1 else stride for size, stride in zip(t.shape[:2], t.stride()[:2], strict=True))
-    return a, b

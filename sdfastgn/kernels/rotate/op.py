@@ -23,7 +23,6 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.checks import as_eps, check_device, check_input
 from sdfastgn.kernels.common.declaration import Operand, checks_of
 from sdfastgn.kernels.common.plan_cache import Plans
@@ -94,6 +93,12 @@ def _plan(call: RotateCall) -> Any:
     return RotatePlan(call)
 
 
+def _has_kernel(call: RotateCall) -> bool:
+    """True if x has elements, and its rows fit into a program and can be numbered by int32."""
+    x = call.x
+    return 0 < x.numel() <= MAX_OFFSET * x.shape[-1] and fits(x.shape[-1])
+
+
 _plans = Plans("rotate", RotateCall, _plan)
 _NAME = f"{__name__}.rotate"
 
@@ -134,25 +139,9 @@ def rotate(
     if type(eps) is not float:
         eps = as_eps(_NAME, eps)
     call = RotateCall(x, cos, sin, weight, eps, out)
-    if dispatch.is_plain_inference(x, call):
-        try:
-            # Plans are made and cached only for valid arguments. So if a plan is found, the arguments are
-            # valid, and need no check.
-            plan = _plans.made.get(_plans.key(call, _plans.tensors(call)))
-            if plan is None:
-                _check(_NAME, call)
-                if 0 < x.numel() <= MAX_OFFSET * x.shape[-1] and fits(x.shape[-1]):
-                    plan = _plans.of(call)
-            if plan is not None:
-                return plan.run(call)
-        except dispatch.KernelError as error:
-            _plans.turn_off(call, error)
-        # ``_plans.key`` raises an error that does not help the user if an argument is a number instead of a
-        # tensor, or a tensor without strides or memory. ``_check`` names the argument.
-        except (AttributeError, RuntimeError):
-            _check(_NAME, call)
-            raise
-    _check(_NAME, call)
+    found = _plans.run(_NAME, call, _check, _has_kernel)
+    if found is not None:
+        return found
     y = reference_rotate(*call[:5])
     if out is not None:
         return out.copy_(y)
