@@ -26,7 +26,6 @@ from sdfastgn.plans.rewrite.nodes import (
     dtype,
     has,
     has_kernels,
-    is_unread,
     number,
     operands,
     ordered,
@@ -34,6 +33,7 @@ from sdfastgn.plans.rewrite.nodes import (
     shape,
 )
 from sdfastgn.plans.rewrite.norms import ACTIVATIONS, mean_square_norm, widened
+from sdfastgn.plans.rewrite.rules import from_the_last
 from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.schemas import arguments
 
@@ -79,11 +79,8 @@ def ada_norms(graph: fx.Graph) -> fx.Graph:
     """Goes from the last node to the first, so that the largest pattern is found first."""
     r = Rewriter(graph)
     places = {n: i for i, n in enumerate(graph.nodes)}
-    for n in reversed(places):
-        if is_unread(n):
-            graph.erase_node(n)  # for example a part of what was found
-        elif has(n, *_LAST_OPS) and _is_tokens(n):
-            r.at = n
+    for n in from_the_last(r, *_LAST_OPS):
+        if _is_tokens(n):
             _norm_of_tokens(r, n, places) or _gated_sum(r, n)
     if not r.has_changed:
         return graph

@@ -27,12 +27,12 @@ from sdfastgn.plans.rewrite.nodes import (
     has,
     has_kernels,
     is_exact,
-    is_unread,
     operands,
     ordered,
     rank,
     shape,
 )
+from sdfastgn.plans.rewrite.rules import from_the_last
 from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.schemas import arguments
 
@@ -53,14 +53,10 @@ class _Rotation(NamedTuple):
 def rotations(graph: fx.Graph) -> fx.Graph:
     """Goes from the last node to the first, so that a cast of a result is found before the result."""
     r = Rewriter(graph)
-    for n in list(reversed(graph.nodes)):
-        if is_unread(n):
-            graph.erase_node(n)  # a part of what was found
-        elif has(n, *_LAST_OPS) and has_kernels(n):
-            r.at = n
-            new = _rotated(r, n)
-            if new is not None:
-                r.replace(n, new)
+    for n in from_the_last(r, *_LAST_OPS):
+        new = _rotated(r, n) if has_kernels(n) else None
+        if new is not None:
+            r.replace(n, new)
     return ordered(cleaned(graph)) if r.has_changed else graph
 
 

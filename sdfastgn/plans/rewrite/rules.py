@@ -7,15 +7,15 @@ wrote and what runs instead, and name it in the pass of its file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import fx
 from torch.fx import Node
 
-from sdfastgn.plans.rewrite.nodes import Rewriter, cleaned, has, ordered
+from sdfastgn.plans.rewrite.nodes import Rewriter, cleaned, has, is_unread, ordered
 
-__all__ = ["Rule", "apply"]
+__all__ = ["Rule", "apply", "from_the_last"]
 
 Rule = Callable[[Rewriter, Node], Node | None]
 
@@ -34,3 +34,17 @@ def apply(graph: fx.Graph, rule: Rule, *targets: Any) -> fx.Graph:
             if new is not None:
                 r.replace(n, new)
     return ordered(cleaned(graph)) if r.has_changed else graph
+
+
+def from_the_last(r: Rewriter, *targets: Any) -> Iterator[Node]:
+    """Yields each node that calls one of ``targets``, from the last to the first.
+
+    ``r`` makes nodes before it. Nodes that nobody reads are erased on the way, for example parts of what was
+    found after them.
+    """
+    for n in list(reversed(r.graph.nodes)):
+        if is_unread(n):
+            r.graph.erase_node(n)
+        elif has(n, *targets):
+            r.at = n
+            yield n
