@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from sdfastgn.model_inputs import unet_inputs
 from sdfastgn.models import video
 from sdfastgn.models.architectures import DTYPES
-from sdfastgn.models.configurations import UNETS, VAES, VIDEO_NETWORKS
+from sdfastgn.models.configurations import UNETS, VAES, VIDEO_NETWORKS, VideoNetwork
 from sdfastgn.models.video import Draw
 
 # A function ``(model, draw) -> call``. ``call`` has no arguments, and calls the model on random inputs.
@@ -139,15 +139,20 @@ def encode_case(name: str, *pixels: int, prepare: Prepare | None = None, is_long
     ENCODES.append(replace(same, name=name, prepare=prepare or encode_of(*pixels), is_long=is_long))
 
 
+def call_of(network: VideoNetwork) -> Prepare:
+    """Returns a ``Prepare`` for a call of ``network`` at its own size."""
+    size = {"frames": network.frames, "height": network.height, "width": network.width}
+
+    def prepare(model: Any, draw: Draw) -> Callable[[], Any]:
+        return partial(video.run, model, video.inputs(model, draw, batch=network.batch, **size))
+
+    return prepare
+
+
 def video_case(name: str, model: str, part: str) -> None:
     """Adds a ``Case`` for the network ``VIDEO_NETWORKS[model][part]`` to ``CASES``."""
     network = VIDEO_NETWORKS[model][part]
-    size = {"frames": network.frames, "height": network.height, "width": network.width}
-
-    def prepare(built: Any, draw: Draw) -> Callable[[], Any]:
-        return partial(video.run, built, video.inputs(built, draw, batch=network.batch, **size))
-
-    case(name, network.cls, DTYPES[network.dtype], is_video=True, **network.config)(prepare)
+    case(name, network.cls, DTYPES[network.dtype], is_video=True, **network.config)(call_of(network))
 
 
 def blocks(kind: str, count: int) -> tuple[str, ...]:
@@ -616,17 +621,14 @@ encode_case("Flux2 VAE encode, 1024²", 1, 3, 1024, 1024)
 def transformer_case(name: str, model: str, few: dict[str, Any]) -> None:
     """Adds two cases of a transformer to ``TRANSFORMERS``: as published, and with the layers in ``few``."""
     network = VIDEO_NETWORKS[model]["transformer"]
-    size = {"frames": network.frames, "height": network.height, "width": network.width}
-    is_video = network.frames > 1
-    shown = " x ".join(map(str, size.values())) if is_video else f"{network.width}²"
+    frames, height, width = network.frames, network.height, network.width
+    is_video = frames > 1
+    size = f"{frames} x {height} x {width}" if is_video else f"{width}²"
     batch = f", batch {network.batch}" if network.batch > 1 else ""
-
-    def prepare(built: Any, draw: Draw) -> Callable[[], Any]:
-        return partial(video.run, built, video.inputs(built, draw, batch=network.batch, **size))
-
     for layers, config in (("", network.config), (", 2 layers", {**network.config, **few})):
         build = partial(getattr(diffusers, network.cls), **config)
-        each = Case(f"{name}{layers}, {shown}{batch}", build, prepare, BF16, is_video, is_long=not layers)
+        title = f"{name}{layers}, {size}{batch}"
+        each = Case(title, build, call_of(network), BF16, is_video, is_long=not layers)
         TRANSFORMERS.append(each)
 
 

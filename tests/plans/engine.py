@@ -4,6 +4,7 @@ import sys
 
 import torch
 
+from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.rewrite.passes import rewrite
 from sdfastgn.plans.run.plan import Plan
 from sdfastgn.plans.trace.tracer import trace
@@ -32,6 +33,15 @@ def planned(model, call, *args, **kwargs):
     """A function that computes ``call`` for other tensors, by its plan. Raises Untraceable."""
     plan = plan_of(model, call, *args, **kwargs)
     return lambda *args, **kwargs: plan(args, kwargs)
+
+
+def forward_of(model):
+    """What runs the calls of the whole ``model`` by plans, with CUDA graphs or without."""
+    forward = vars(model)["forward"]
+    if isinstance(forward, PlannedForward):
+        return forward
+    (found,) = forward.planned
+    return found
 
 
 def everything_pays(monkeypatch):

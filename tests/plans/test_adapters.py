@@ -42,6 +42,7 @@ def twins(name="sd3", add=None, **options):
 
 
 def planned(model) -> PlannedForward:
+    """In the first state of the code; before the first call of a model with graphs, one without plans."""
     forward = vars(model)["forward"]
     if isinstance(forward, PlannedForward):
         return forward

@@ -15,9 +15,9 @@ import sdfastgn
 from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.fp8 import rows
 from sdfastgn.plans import install
-from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.rewrite import e4m3
 from tests.patches.transformers import add_lora, weights
+from tests.plans.engine import forward_of as planned
 from tests.plans.models import CALLS
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
@@ -55,14 +55,6 @@ def inputs_of(model, seed=0, name="SD3Transformer2DModel"):
         return value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
 
     return {key: moved(value) for key, value in CALL[name].drawn(seed).items()}
-
-
-def planned(model):
-    forward = vars(model)["forward"]
-    if isinstance(forward, PlannedForward):
-        return forward
-    (found,) = forward.planned
-    return found
 
 
 def plan_of(model):

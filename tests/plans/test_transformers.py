@@ -19,6 +19,7 @@ from sdfastgn.patches.swap.instance_entries import InstanceEntry
 from sdfastgn.plans.install import gets_plans
 from sdfastgn.plans.run.bake import Baked
 from tests.kernels.samples import kernels
+from tests.plans.engine import forward_of as planned
 from tests.plans.engine import plan_of
 from tests.plans.models import CALLS
 from tests.plans.programs import relative
@@ -44,12 +45,6 @@ STEPS = {
 def agree(call, model, stock, seed):
     found, expected = (call.run(each, **call.drawn(seed)) for each in (model, stock))
     assert max(map(relative, found, expected)) <= TOLERANCE
-
-
-def planned(model):
-    """What runs the calls of the whole ``model`` by plans."""
-    (found,) = vars(model)["forward"].planned
-    return found
 
 
 @pytest.mark.parametrize("name", PLANNED)
