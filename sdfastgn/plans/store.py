@@ -23,7 +23,7 @@ MAX_REASONS = 64
 # Number of kinds of calls in a row that are traced although no earlier plan was used again. A call with a
 # number that is always another one, such as a timestep, would otherwise be traced each time.
 _NEW_KINDS = 16
-# A plan that was used again within so many calls makes no room for another. With 17 sizes in rotation, each
+# A plan that was used again within so many calls is not removed for another. With 17 sizes in rotation, each
 # call would otherwise be a trace.
 _IN_USE = 128
 

@@ -2,12 +2,12 @@
 
 A step before the product writes the product's input in E4M3. Several products of one input share this step.
 An adaptive norm writes E4M3 itself. Otherwise the step also computes an activation, and it reads both parts
-of a concatenation, or both factors of a gated activation. So none of these needs a pass over memory.
+of a concatenation, or both factors of a gated activation. So no other step writes these to memory.
 
 Sizes alone decide which layers are computed in E4M3. Small ones would hardly be faster, and they are also the
 sensitive ones: the embeddings of timestep and prompt have few rows, and the layers into and out of a model
-have few columns. The error of the others is that of the format, because a scale fits its row in each call. So
-no value is cut off, and an outlier costs no precision in other rows.
+have few columns. In the other layers the error is that of rounding to E4M3, because each call computes the
+scale of each row. So no value is cut off, and an outlier costs no precision in other rows.
 """
 
 from __future__ import annotations

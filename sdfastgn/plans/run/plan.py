@@ -254,7 +254,7 @@ def _split_constants(
 ) -> tuple[Callable[..., list[Tensor]] | None, list[Node]]:
     """Makes placeholders of the constants in ``graph``, before ``first_input``.
 
-    Returns the function that computes them, or None if there are none; and those of ``tables`` that it takes.
+    Returns the function that computes them, or None if there are none; and the ``tables`` that it reads.
     """
     constants = _guarded(graph, _constants(graph, tables))
     own = fx.Graph()
