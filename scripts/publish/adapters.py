@@ -1,16 +1,18 @@
-"""Time a UNet's calls after changes that users make between two images, stock and optimized.
+"""Time a model's calls after changes that users make between two images, stock and optimized.
 
 python -m scripts.publish.adapters --json adapters.json
 
 The changes are LoRAs and their scales, FreeU, an IP-Adapter, the residuals of a ControlNet or T2I-Adapter,
-another prompt, and other attention processors. They are made one after the other to the same UNet, as the
-list ``CHANGES`` says. A UNet in ``FEWER`` has fewer of them. LoRAs and the IP-Adapter have random weights.
+another prompt, and other attention processors. They are made one after the other to the same UNet or
+transformer, as the list ``CHANGES`` says. A model in ``FEWER`` has fewer of them. LoRAs and the IP-Adapter
+have random weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from diffusers.loaders import IPAdapterMixin
 from diffusers.models.attention_processor import AttnProcessor2_0
@@ -33,8 +34,9 @@ from sdfastgn.bench.environment import environment
 from sdfastgn.bench.images import relative_error
 from sdfastgn.cli.session import exit_code
 from sdfastgn.model_inputs import unet_inputs
-from sdfastgn.models.architectures import with_random_weights
-from sdfastgn.models.configurations import UNETS
+from sdfastgn.models import video
+from sdfastgn.models.architectures import DTYPES, build_unet, build_video_network
+from sdfastgn.models.configurations import UNETS, VIDEO_NETWORKS
 from sdfastgn.models.loras import add_lora
 
 RANK = 16
@@ -44,7 +46,7 @@ IMAGE_CHANNELS, IMAGE_TOKENS = 1024, 4
 # Number of timed calls after the second call, as many as an image with 30 steps makes. As in the steps of an
 # image, the CPU does not wait for the GPU between them.
 LATER = 30
-# A stock UNet makes only this number of them, the last ones. It has no graphs, so all take equally long.
+# A stock model makes only this number of them, the last ones. It has no graphs, so all take equally long.
 STOCK_LATER = 10
 # Only for the change "new attention processors before each call": number of calls that run before the timed
 # calls. By then an optimized UNet has stopped capturing CUDA graphs for a while (a pause), so the timed calls
@@ -54,23 +56,28 @@ CALLS_UNTIL_PAUSE = 78
 
 @dataclass
 class Step:
-    """A UNet and the keyword arguments with which it is called. Changes are made to both in place.
+    """A UNet or transformer, and the keyword arguments of its call. Changes are made to both in place.
 
     ``before_call``: a function that runs before each call. Its argument is the call's number since the last
     change, from 0.
     """
 
-    unet: Any
+    model: Any
     inputs: dict[str, Any]
     before_call: Callable[[int], object] = field(default=lambda number: None)
+
+    @property
+    def unet(self) -> Any:
+        """The model, for functions of diffusers that are given a pipeline."""
+        return self.model
 
     def call(self, number: int) -> Tensor:
         self.before_call(number)
         with torch.no_grad():
-            return self.unet(**self.inputs, return_dict=False)[0]
+            return self.model(**self.inputs, return_dict=False)[0]
 
     def calls(self, numbers: Iterable[int]) -> Tensor:
-        """Calls the UNet once for each of ``numbers``, which are given to ``before_call``.
+        """Calls the model once for each of ``numbers``, which are given to ``before_call``.
 
         Returns the output of the last call.
         """
@@ -79,7 +86,7 @@ class Step:
 
 
 def set_scales(step: Step, names: Sequence[str], scales: Sequence[float]) -> None:
-    step.unet.set_adapters(list(names), weights=list(scales))
+    step.model.set_adapters(list(names), weights=list(scales))
 
 
 def scale_each_call(step: Step) -> None:
@@ -88,14 +95,20 @@ def scale_each_call(step: Step) -> None:
 
 def scale_in_the_arguments(step: Step) -> None:
     def change(number: int) -> None:
-        step.inputs["cross_attention_kwargs"] = {"scale": 0.5 + number / 100}
+        step.inputs[scale_argument(step)] = {"scale": 0.5 + number / 100}
 
     step.before_call = change
 
 
+def scale_argument(step: Step) -> str:
+    """The argument of the model's call that can have a LoRA's scale."""
+    names = inspect.signature(type(step.model).forward).parameters
+    return next(name for name in names if name.endswith("attention_kwargs"))
+
+
 def nothing_each_call(step: Step) -> None:
     step.before_call = lambda number: None
-    step.inputs.pop("cross_attention_kwargs", None)
+    step.inputs.pop(scale_argument(step), None)
 
 
 def two_loras(step: Step) -> None:
@@ -103,13 +116,13 @@ def two_loras(step: Step) -> None:
 
 
 def remove_loras(step: Step) -> None:
-    step.unet.unfuse_lora()
-    step.unet.unload_lora()
+    step.model.unfuse_lora()
+    step.model.unload_lora()
 
 
 def give_residuals(step: Step, seed: int) -> None:
     """Gives the UNet's call random residuals as arguments, with the shapes of a ControlNet's."""
-    config, sample = step.unet.config, step.inputs["sample"]
+    config, sample = step.model.config, step.inputs["sample"]
     widths, size = config.block_out_channels, sample.shape[-1]
     shapes = [(widths[0], size)]
     for index, width in enumerate(widths):
@@ -137,7 +150,7 @@ def give_adapter_residuals(step: Step, seed: int) -> None:
     generator = torch.Generator(sample.device).manual_seed(seed)
     residuals = [
         0.1 * drawn(generator, sample, BATCH, width, sample.shape[-1] >> level, sample.shape[-1] >> level)
-        for level, width in enumerate(step.unet.config.block_out_channels)
+        for level, width in enumerate(step.model.config.block_out_channels)
     ]
 
     def give(number: int) -> None:
@@ -157,7 +170,7 @@ def drawn(generator: torch.Generator, like: Tensor, *shape: int) -> Tensor:
 
 def add_ip_adapter(step: Step) -> None:
     """Loads an IP-Adapter with random weights into the UNet, and gives the call a random image embedding."""
-    unet, sample = step.unet, step.inputs["sample"]
+    unet, sample = step.model, step.inputs["sample"]
     draw = partial(drawn, torch.Generator(sample.device).manual_seed(3), sample)
     width = unet.config.cross_attention_dim
     paths = [name.removesuffix(".processor") for name in unet.attn_processors if "attn2" in name]
@@ -203,7 +216,7 @@ def processors_each_call(step: Step) -> None:
 
     Also makes ``CALLS_UNTIL_PAUSE`` such calls, so that the timed calls run without CUDA graphs.
     """
-    step.before_call = lambda number: step.unet.set_attn_processor(AttnProcessor2_0())
+    step.before_call = lambda number: step.model.set_attn_processor(AttnProcessor2_0())
     step.calls(range(CALLS_UNTIL_PAUSE))
 
 
@@ -211,6 +224,7 @@ def another_prompt(step: Step) -> None:
     step.inputs["encoder_hidden_states"] = step.inputs["encoder_hidden_states"].flip(0).clone()
 
 
+SCALE_ARGUMENT = "a new `scale` in each call's `cross_attention_kwargs` or `joint_attention_kwargs`"
 # (description of a change, function that makes it), in the order in which the changes are made.
 CHANGES: tuple[tuple[str, Callable[[Step], object]], ...] = (
     ("no LoRA", lambda step: None),
@@ -218,9 +232,9 @@ CHANGES: tuple[tuple[str, Callable[[Step], object]], ...] = (
     ("a ControlNet's residuals", lambda step: give_residuals(step, 1)),
     ("other residuals", lambda step: give_residuals(step, 2)),
     ("no residuals", remove_residuals),
-    ("FreeU", lambda step: step.unet.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)),
-    ("other values of FreeU", lambda step: step.unet.enable_freeu(s1=0.9, s2=0.2, b1=1.1, b2=1.2)),
-    ("no FreeU", lambda step: step.unet.disable_freeu()),
+    ("FreeU", lambda step: step.model.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)),
+    ("other values of FreeU", lambda step: step.model.enable_freeu(s1=0.9, s2=0.2, b1=1.1, b2=1.2)),
+    ("no FreeU", lambda step: step.model.disable_freeu()),
     ("a T2I-Adapter's residuals", lambda step: give_adapter_residuals(step, 1)),
     ("the T2I-Adapter's residuals of another image", lambda step: give_adapter_residuals(step, 2)),
     ("no T2I-Adapter", remove_adapter_residuals),
@@ -229,40 +243,41 @@ CHANGES: tuple[tuple[str, Callable[[Step], object]], ...] = (
     ("`set_ip_adapter_scale`", lambda step: set_image_scale(step, 0.4)),
     ("`set_ip_adapter_scale` with a new scale before each call", image_scale_each_call),
     ("no IP-Adapter", remove_ip_adapter),
-    ("one LoRA", lambda step: add_lora(step.unet, rank=RANK, name="first", seed=1)),
+    ("one LoRA", lambda step: add_lora(step.model, rank=RANK, name="first", seed=1)),
     ("`set_adapters` with another scale", lambda step: set_scales(step, ["first"], [0.5])),
     ("`set_adapters` with a new scale before each call", scale_each_call),
-    ("a new `scale` in each call's `cross_attention_kwargs`", scale_in_the_arguments),
+    (SCALE_ARGUMENT, scale_in_the_arguments),
     ("a constant scale", nothing_each_call),
-    ("a second LoRA is loaded", lambda step: add_lora(step.unet, rank=RANK, name="second", seed=2)),
+    ("a second LoRA is loaded", lambda step: add_lora(step.model, rank=RANK, name="second", seed=2)),
     ("two LoRAs, loaded before", two_loras),
     ("the second alone", lambda step: set_scales(step, ["second"], [1.0])),
     ("the two LoRAs again", two_loras),
-    ("`fuse_lora`", lambda step: step.unet.fuse_lora()),
+    ("`fuse_lora`", lambda step: step.model.fuse_lora()),
     ("no LoRA again", remove_loras),
     ("new attention processors before each call", processors_each_call),
 )
-# UNet -> names of the changes that it gets, if it does not get all of ``CHANGES``.
+_ONE_LORA = (
+    "no LoRA",
+    "one LoRA",
+    "`set_adapters` with another scale",
+    "`set_adapters` with a new scale before each call",
+    SCALE_ARGUMENT,
+    "a constant scale",
+    "a second LoRA is loaded",
+    "`fuse_lora`",
+    "no LoRA again",
+)
+# Model -> names of the changes that it gets, if it does not get all of ``CHANGES``.
 FEWER = {
     "sdxl": (
-        "no LoRA",
-        "FreeU",
-        "other values of FreeU",
-        "no FreeU",
-        "one LoRA",
-        "`set_adapters` with another scale",
-        "`set_adapters` with a new scale before each call",
-        "a new `scale` in each call's `cross_attention_kwargs`",
-        "a constant scale",
-        "a second LoRA is loaded",
-        "two LoRAs, loaded before",
-        "the second alone",
-        "the two LoRAs again",
-        "`fuse_lora`",
-        "no LoRA again",
+        *_ONE_LORA,
+        *("FreeU", "other values of FreeU", "no FreeU"),
+        *("two LoRAs, loaded before", "the second alone", "the two LoRAs again"),
         "new attention processors before each call",
     ),
+    **{name: _ONE_LORA for name, parts in VIDEO_NETWORKS.items() if "transformer" in parts},
 }
+MODELS = (*UNETS, *(name for name in FEWER if name not in UNETS))
 
 
 def changes_of(model: str) -> list[tuple[str, Callable[[Step], object]]]:
@@ -271,9 +286,9 @@ def changes_of(model: str) -> list[tuple[str, Callable[[Step], object]]]:
 
 
 def measured(model: str, dtype: torch.dtype, device: torch.device) -> list[ChangeRow]:
-    """Makes all changes for ``model`` to a stock UNet, then to an optimized one. Returns a row per change.
+    """Makes all changes for ``model`` to stock, then to an optimized model. Returns a row per change.
 
-    ``model``: the UNet, a key of ``UNETS``.
+    ``model``: a key of ``UNETS``, or of ``VIDEO_NETWORKS`` for its transformer.
     """
     stock, ours = (measured_calls(model, dtype, device, optimize=optimize) for optimize in (False, True))
     rows = []
@@ -286,26 +301,43 @@ def measured(model: str, dtype: torch.dtype, device: torch.device) -> list[Chang
     return rows
 
 
+def dtype_of(model: str, device: torch.device) -> torch.dtype:
+    if device.type != "cuda":
+        return torch.float32
+    return torch.float16 if model in UNETS else DTYPES[VIDEO_NETWORKS[model]["transformer"].dtype]
+
+
+def built(model: str, dtype: torch.dtype, device: torch.device) -> Step:
+    if model in UNETS:
+        unet = build_unet(model, dtype, device).requires_grad_(False)
+        size = 8 * UNETS[model]["sample_size"]
+        inputs = unet_inputs(unet.config, size=size, batch=BATCH, dtype=dtype, device=device, seed=0)
+        return Step(unet, inputs)
+    network = VIDEO_NETWORKS[model]["transformer"]
+    transformer = build_video_network(network, dtype, device).requires_grad_(False)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+
+    size = {"frames": network.frames, "height": network.height, "width": network.width}
+    return Step(transformer, video.inputs(transformer, draw, batch=network.batch, **size))
+
+
 def measured_calls(
     model: str, dtype: torch.dtype, device: torch.device, *, optimize: bool
 ) -> list[tuple[Tensor, list[float], float | None]]:
-    """Makes the changes of ``changes_of(model)`` to one UNet, and calls it 2 + ``LATER`` times after each.
+    """Makes the changes of ``changes_of(model)`` to one model, and calls it 2 + ``LATER`` times after each.
 
-    A stock UNet is called only 2 + ``STOCK_LATER`` times.
+    A stock model is called only 2 + ``STOCK_LATER`` times.
 
     Returns a tuple for each change: (output of the last call, copied to the CPU; [ms of the first call, ms of
     the second, mean ms of the later calls]; MiB that tensors occupy on the GPU after the calls). On a CPU,
     None takes the place of the MiB.
     """
-    config = UNETS[model]
-    unet = with_random_weights(
-        lambda: diffusers.UNet2DConditionModel(**config), dtype, device, seed=0
-    ).requires_grad_(False)
-    size = 8 * config["sample_size"]
-    inputs = unet_inputs(unet.config, size=size, batch=BATCH, dtype=dtype, device=device, seed=0)
-    step = Step(unet, inputs)
+    step = built(model, dtype, device)
     if optimize:
-        sdfastgn.optimize(unet)
+        sdfastgn.optimize(step.model)
         for number in range(3):
             step.call(number)
     # The last call has the same number for both, because some changes depend on it, and outputs are compared.
@@ -320,7 +352,7 @@ def measured_calls(
         mib = torch.cuda.memory_allocated(device) / 2**20 if on_gpu else None
         found.append((output.cpu(), times, mib))
         print(f"{model} {'optimized' if optimize else 'stock'}, {name}: {found[-1][1]}", flush=True)
-    del unet, step
+    del step
     gc.collect()
     return found
 
@@ -333,17 +365,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", type=Path, required=True, help="file for the result")
-    parser.add_argument("--model", action="append", choices=UNETS, help="UNet to time; can be repeated")
-    parser.add_argument("--device", default="cuda", help="device of the UNets")
+    parser.add_argument("--model", action="append", choices=MODELS, help="model to time; can be repeated")
+    parser.add_argument("--device", default="cuda", help="device of the models")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
     rows: list[ChangeRow] = []
     with timing.global_switches() as switches:
         where = environment(device, switches)
         timing.spin_up(device)
         for model in options.model or ("sd15", "sdxl"):
-            rows += measured(model, dtype, device)
+            rows += measured(model, dtype_of(model, device), device)
             documents.write_json(options.json, documents.document(KIND, where, {}, rows))
     return exit_code(rows)
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from scripts.publish import plots
-from scripts.publish.networks import TRANSFORMERS
 from scripts.publish.steps import ROOT, SUMMARY, origin
 from scripts.publish.tables.adapters import adapters_markdown
 from scripts.publish.tables.comfyui import (
@@ -31,6 +30,8 @@ from scripts.publish.tables.end_to_end import (
     latency_markdown,
     results_markdown,
     stable_fast_markdown,
+    transformers_compared_markdown,
+    transformers_markdown,
 )
 from scripts.publish.tables.fp8 import (
     fp8_mlperf_markdown,
@@ -40,7 +41,7 @@ from scripts.publish.tables.fp8 import (
 from scripts.publish.tables.kernels import inference_markdown, suite_markdown
 from scripts.publish.tables.memory import memory_markdown
 from scripts.publish.tables.offloading import offloading_markdown
-from scripts.publish.tables.plans import plans_markdown, transformers_markdown
+from scripts.publish.tables.plans import plans_markdown
 from scripts.publish.tables.profile import profile_markdown
 from scripts.publish.tables.real_sizes import real_sizes_markdown, video_markdown
 from scripts.publish.tables.serving import serving_load_markdown
@@ -75,9 +76,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "video": video_markdown,
     "compiled_videos": compiled_videos_markdown,
     "plans": plans_markdown,
-    "transformers": functools.partial(
-        transformers_markdown, names=[case.name for case in TRANSFORMERS if case.is_long]
-    ),
+    "transformers": transformers_markdown,
+    "transformers_compared": transformers_compared_markdown,
     "adapters": adapters_markdown,
     "tiled_decode": tiled_decode_markdown,
     "memory": memory_markdown,

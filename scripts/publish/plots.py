@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts.publish.tables.end_to_end import headline_times
+from scripts.publish.tables.end_to_end import Times, headline_times, transformer_times
 from scripts.publish.tables.kernels import with_peers
 from scripts.publish.tables.markdown import documents
 from sdfastgn.bench.kernels.suite import OURS
@@ -19,27 +19,36 @@ from sdfastgn.bench.tables.cells import number, source_line
 from sdfastgn.bench.tables.plots import COLORS, breakdown, roofline, save
 
 
-def headline(results: Path, picture: Path) -> None:
+def times(found: Times, picture: Path) -> None:
     """Draws the times of eager, sdfastgn and its competitors, with a panel for each part that was timed."""
     from matplotlib.figure import Figure
 
-    panels = headline_times(results)
-    figure = Figure(figsize=(11, 1.75 * math.ceil(len(panels) / 2)), layout="constrained")
-    every = list(figure.subplots(math.ceil(len(panels) / 2), 2, squeeze=False).flat)
-    for axes in every[len(panels) :]:
+    figure = Figure(figsize=(11, 1.75 * math.ceil(len(found.panels) / 2)), layout="constrained")
+    every = list(figure.subplots(math.ceil(len(found.panels) / 2), 2, squeeze=False).flat)
+    for axes in every[len(found.panels) :]:
         axes.set_visible(False)
-    for axes, (title, times) in zip(every, panels.items(), strict=False):
-        names, values = zip(*times, strict=True)
-        colors = [COLORS[0] if name == OURS else COLORS[-1] for name in names]
-        bars = axes.barh(names, values, color=colors)
-        axes.bar_label(bars, list(map(number, values)), padding=3, fontsize="small")
+    for axes, (title, bars) in zip(every, found.panels.items(), strict=False):
+        names, values = zip(*bars, strict=True)
+        colors = [COLORS[0] if name.startswith(OURS) else COLORS[-1] for name in names]
+        drawn = axes.barh(names, values, color=colors)
+        axes.bar_label(drawn, list(map(number, values)), padding=3, fontsize="small")
         axes.set_title(title, fontsize="small")
         axes.tick_params(labelsize="small")
         axes.invert_yaxis()
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel("milliseconds", fontsize="small")
+    figure.supxlabel("\n".join(["milliseconds", *found.sources]), fontsize="small")
     save(figure, picture)
+
+
+def headline(results: Path, picture: Path) -> None:
+    """Draws the times of the front page's table."""
+    times(headline_times(results), picture)
+
+
+def transformers(results: Path, picture: Path) -> None:
+    """Draws the times of the table of transformers."""
+    times(transformer_times(results), picture)
 
 
 def kernels(results: Path, picture: Path) -> None:
@@ -56,6 +65,7 @@ def profile(results: Path, picture: Path) -> None:
 
 PICTURES: dict[str, Callable[[Path, Path], None]] = {
     "times.png": headline,
+    "times_transformers.png": transformers,
     "roofline_fp16.png": kernels,
     "profile_sdxl.png": profile,
 }

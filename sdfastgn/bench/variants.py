@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import itertools
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -196,14 +197,22 @@ def _compiled(target: Any, part: str, undo: contextlib.ExitStack, mode: str | No
 
 def _compiled_blocks(target: Any, part: str, undo: contextlib.ExitStack) -> None:
     """Compiles one block of each kind that repeats, as diffusers recommends: this takes seconds."""
+    from torch import nn
+
     dynamo = importlib.import_module("torch._dynamo")
     dynamo.reset()
     undo.callback(dynamo.reset)
     modules: list[Any] = _timed_modules(target)
     for module in modules:
-        if not getattr(module, "_repeated_blocks", None):
-            raise RuntimeError(f"diffusers knows no repeated blocks of a {type(module).__name__}")
-        module.compile_repeated_blocks()
+        if getattr(module, "_repeated_blocks", None):
+            module.compile_repeated_blocks()
+            continue
+        # For example, diffusers does not list the repeated blocks of SD3's transformer.
+        lists = [each for each in module.children() if isinstance(each, nn.ModuleList)]
+        if not any(map(len, lists)):
+            raise RuntimeError(f"a {type(module).__name__} has no repeated blocks")
+        for block in itertools.chain(*lists):
+            block.compile()
 
 
 def _compiled_channels_last(target: Any, part: str, undo: contextlib.ExitStack) -> None:

@@ -73,7 +73,7 @@ def test_eager_is_first_and_stable_fast_last():
 
 # torch.compile is prepared here and not run: it would take a minute of C++.
 # ``sdfastgn_fp8`` refuses a module without transformer blocks.
-# ``compile_blocks`` refuses one without blocks that diffusers knows.
+# ``compile_blocks`` refuses one without lists of blocks.
 OTHERS = ("stable_fast", "sdfastgn_fp8", "compile_blocks")
 APPLIED = [variant for name, variant in VARIANTS.items() if name not in OTHERS]
 
@@ -91,17 +91,18 @@ def test_applied_and_undone(variant, module):
         assert torch.equal(module(x), stock)
 
 
-def test_repeated_blocks_are_compiled(module, monkeypatch):
+@pytest.mark.parametrize("name", ["flux", "sd35"])  # diffusers lists the repeated blocks of the first only
+def test_repeated_blocks_are_compiled(name, module, monkeypatch):
     small_video.shrink(monkeypatch)
-    model = build_video_network(VIDEO_NETWORKS["flux"]["transformer"], torch.float32, "cpu")
+    model = build_video_network(VIDEO_NETWORKS[name]["transformer"], torch.float32, "cpu")
     before = state(model)
     with prepared(VARIANTS["compile_blocks"], model, "transformer"):
-        blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
+        blocks = [*model.transformer_blocks, *getattr(model, "single_transformer_blocks", ())]
         assert all(block._compiled_call_impl is not None for block in blocks)
         assert model._compiled_call_impl is None
     assert state(model) == before
     with (
-        pytest.raises(RuntimeError, match="no repeated blocks of a Block"),
+        pytest.raises(RuntimeError, match="a Block has no repeated blocks"),
         prepared(VARIANTS["compile_blocks"], module, "vae"),
     ):
         pass

@@ -12,17 +12,17 @@ from sdfastgn.bench.tables.profile import MODEL_LABELS
 
 KIND = "adapters"
 _HEADER = (
-    "UNet step, batch 2, fp16", "stock: first call", "second", "later", "sdfastgn: first call", "second",
-    "later", "later, speed-up", "difference", "MiB, stock", "MiB",
+    "UNet step, batch 2, fp16; transformer step, bf16", "stock: first call", "second", "later",
+    "sdfastgn: first call", "second", "later", "later, speed-up", "difference", "MiB, stock", "MiB",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ChangeRow:
-    """The times of a UNet's calls after one change, stock and optimized.
+    """The times of a model's calls after one change, stock and optimized.
 
     Attributes:
-        model: the UNet, a key of ``UNETS``.
+        model: the UNet or transformer, a key of ``UNETS`` or ``VIDEO_NETWORKS``.
         change: what was changed before these calls.
         stock_ms, ours_ms: milliseconds of the first call, of the second, and the mean of the later calls.
             If the change is made again before each call, the times include the change.

@@ -14,17 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.publish.tables.markdown import NO_RESULTS, documents, markdown, run_apart
+from scripts.publish.tables.markdown import NO_RESULTS, documents, markdown, run_apart, speed_up
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.run import Row
 from sdfastgn.bench.tables.cells import NOTHING, error_text, number, source_line, without_empty_columns
 from sdfastgn.bench.tables.end_to_end import row_notes
 from sdfastgn.bench.tables.profile import row_title
-from sdfastgn.bench.variants import PARTS, VARIANTS, label
+from sdfastgn.bench.variants import EVERY_PART, PARTS, VARIANTS, label
 from sdfastgn.program import counted
 
 # Variants that also have a column with their time as a CUDA graph.
 GRAPHED = ("eager", "compile", "sdfastgn_eager", "sdfastgn_compile")
+_Choices = Sequence[tuple[str, bool]]
+_Columns = Sequence[tuple[str, _Choices]]
 # Columns of the front page's table: (title, choices). A choice is (variant, True for its time as a CUDA
 # graph). A column shows the first of its choices that has a time.
 HEADLINE = (
@@ -34,6 +36,14 @@ HEADLINE = (
     ("torch.compile", (("compile", False),)),
     ("torch.compile + graph", (("compile", True), ("compile_graphs", False))),
     ("**sdfastgn**", (("sdfastgn", False),)),
+)
+# Columns of the table of transformers, like ``HEADLINE``. diffusers recommends to compile repeated blocks.
+TRANSFORMERS = (
+    *HEADLINE[:2],
+    ("torch.compile, repeated blocks", (("compile_blocks", False),)),
+    ("torch.compile + graph", (("compile_blocks", True),)),
+    ("**sdfastgn**", (("sdfastgn", False),)),
+    ("**sdfastgn, FP8**", (("sdfastgn_fp8", False),)),
 )
 # Kind of the results with stable-fast. These are separate runs, because stable-fast must be built by hand.
 # ``sdfastgn bench`` does not write this kind: it was set in the committed file.
@@ -91,16 +101,25 @@ class _Line:
         return next(iter(self.rows.values()))
 
 
-def _lines(results: Path, kind: str = "end_to_end") -> list[_Line]:
-    """Returns the lines of a table of all results of this kind.
+def _lines(results: Path, kind: str = "end_to_end", parts: Sequence[str] = PARTS) -> list[_Line]:
+    """Returns the lines of a table of all results of this kind and of ``parts``.
 
     There is a line for each part, model, size, batch, dtype and rank of a LoRA, and if the kind is ``sweep``,
     also for each number of steps. The lines are sorted in this order, with the steps before the rank.
     """
     found: dict[tuple[Any, ...], _Line] = defaultdict(_Line)
-    for row, source in rows_of_runs(results, kind):
+    shown = ((row, source) for row, source in rows_of_runs(results, kind) if row.part in parts)
+    for row, source in shown:
         steps = row.steps or 0 if kind == "sweep" else 0
-        key = (PARTS.index(row.part), row.model, row.size, row.batch, row.dtype, steps, row.lora_rank or 0)
+        key = (
+            EVERY_PART.index(row.part),
+            row.model,
+            row.size,
+            row.batch,
+            row.dtype,
+            steps,
+            row.lora_rank or 0,
+        )
         line = found[key]
         line.rows[row.variant] = row
         line.sources.append(source)
@@ -168,14 +187,64 @@ def _headline_rows(results: Path, line: _Line) -> dict[str, dict[str, Row]]:
     }
 
 
-def headline_times(results: Path) -> dict[str, list[tuple[str, float]]]:
-    """Returns {what was timed: [(title of a column, milliseconds)]}, without columns that have no time."""
-    found = {}
-    for line in _headline(results):
-        rows = _headline_rows(results, line)
-        times = [(title.strip("*"), milliseconds(rows[title], *choices)) for title, choices in HEADLINE]
-        found[row_title(line.first)] = [(title, time) for title, time in times if time is not None]
-    return found
+@dataclass(frozen=True)
+class Times:
+    """The data of a picture of times.
+
+    Attributes:
+        panels: {what was timed: [(title of a column, milliseconds)]}, without columns that have no time.
+        sources: for each run, a text that names it.
+    """
+
+    panels: dict[str, list[tuple[str, float]]]
+    sources: list[str]
+
+
+def headline_times(results: Path) -> Times:
+    """Returns the times of the front page's table."""
+    lines = _headline(results)
+    return _times([(line, _headline_rows(results, line)) for line in lines], HEADLINE)
+
+
+def transformer_times(results: Path) -> Times:
+    """Returns the times of the table of transformers."""
+    lines = _lines(results, parts=("transformer",))
+    return _times([(line, {title: line.rows for title, _ in TRANSFORMERS}) for line in lines], TRANSFORMERS)
+
+
+def _times(lines: Sequence[tuple[_Line, Mapping[str, Mapping[str, Row]]]], columns: _Columns) -> Times:
+    panels = {}
+    for line, rows in lines:
+        times = [(title.strip("*"), milliseconds(rows[title], *choices)) for title, choices in columns]
+        panels[row_title(line.first)] = [(title, time) for title, time in times if time is not None]
+    return Times(panels, [*dict.fromkeys(source for line, _ in lines for source in line.sources)])
+
+
+def transformers_markdown(results: Path) -> str:
+    """Returns a table of the times of transformers, with speed-ups over eager's CUDA graph."""
+    lines = _lines(results, parts=("transformer",))
+    rows = [row for line in lines for row in line.rows.values()]
+    body = [
+        [row_title(line.first), *(_over_graph(line.rows, choices) for _, choices in TRANSFORMERS)]
+        for line in lines
+    ]
+    reasons = [f"{row_title(row)}: {note}" for row in rows if row.status != OK for note in row_notes([row])]
+    header = ["milliseconds (speed-up over eager + graph)", *(title for title, _ in TRANSFORMERS)]
+    return _markdown(header, body, reasons, lines)
+
+
+def _over_graph(rows: Mapping[str, Row], choices: _Choices) -> str:
+    value, graph = milliseconds(rows, *choices), milliseconds(rows, ("eager", True))
+    if value is None or graph is None or choices[0] in REFERENCES:
+        return number(value)
+    return f"{number(value)} ({speed_up(graph, value)})"
+
+
+def transformers_compared_markdown(results: Path) -> str:
+    """Returns a table of what else the variants of ``transformers_markdown`` differ in."""
+    shown = [name for name in COMPARED if name not in ("milliseconds", "PSNR dB")]
+    lines = _lines(results, parts=("transformer",))
+    return _peer_table(lines, ("compile_blocks",), shown, ours=("sdfastgn", "sdfastgn_fp8"))
 
 
 def headline_markdown(results: Path) -> str:
@@ -192,7 +261,7 @@ def headline_markdown(results: Path) -> str:
     return _markdown([HEADLINE_TIMES, *(title for title, _ in HEADLINE)], body, notes if body else [], lines)
 
 
-def _headline_cell(title: str, rows: Mapping[str, Row], choices: Sequence[tuple[str, bool]]) -> str:
+def _headline_cell(title: str, rows: Mapping[str, Row], choices: _Choices) -> str:
     """Returns a cell's text: milliseconds, and the speed-ups over ``REFERENCES`` of the same run."""
     value = milliseconds(rows, *choices)
     if value is None or title == label(STABLE_FAST) or choices[0] in REFERENCES:
@@ -227,24 +296,27 @@ def stable_fast_markdown(results: Path) -> str:
     return _peer_table(_lines(results, STABLE_FAST), (STABLE_FAST,), [*COMPARED])
 
 
-def _peer_table(every: Sequence[_Line], peers: Sequence[str], shown: Sequence[str]) -> str:
-    """Returns a table that compares eager, one competitor and sdfastgn. Each cell has three values.
+def _peer_table(
+    every: Sequence[_Line], peers: Sequence[str], shown: Sequence[str], ours: Sequence[str] = ("sdfastgn",)
+) -> str:
+    """Returns a table that compares eager, one competitor and ``ours``. Each cell has a value of each.
 
     ``every``: the data for the lines. ``peers``: names of variants. A line's competitor is the first of them
-    for which the line has a row. A line without a competitor, eager or sdfastgn is left out. ``shown``:
-    titles of the columns, keys of ``COMPARED``.
+    for which the line has a row. A line without a competitor, eager or one of ``ours`` is left out.
+    ``shown``: titles of the columns, keys of ``COMPARED``.
     """
     body, notes, lines = [], [], []
     for line in every:
         peer = next((name for name in peers if name in line.rows), None)
-        if peer and {"eager", "sdfastgn"} <= set(line.rows):
-            rows = [line.rows[name] for name in ("eager", peer, "sdfastgn")]
+        if peer and {"eager", *ours} <= set(line.rows):
+            rows = [line.rows[name] for name in ("eager", peer, *ours)]
             body.append(
                 [row_title(line.first), *(_side_by_side(map(COMPARED[name], rows)) for name in shown)]
             )
             notes += [f"{row_title(line.first)}: {note}" for note in row_notes([line.rows[peer]])]
             lines.append(line)
-    return _markdown([" / ".join(("eager", label(peers[0]), "sdfastgn")), *shown], body, notes, lines)
+    names = ("eager", peers[0], *ours)
+    return _markdown([" / ".join(map(label, names)), *shown], body, notes, lines)
 
 
 def _side_by_side(cells: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""The Markdown tables of ``scripts.publish.plans``: networks with fused blocks and as plans; transformers."""
+"""The Markdown table of ``scripts.publish.plans``: networks with fused blocks and as plans."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.publish.tables.markdown import failed_cells, latest_rows, markdown, speed_up
+from scripts.publish.tables.markdown import failed_cells, latest_rows, markdown
 from sdfastgn.bench.documents import FAILED, OK
-from sdfastgn.bench.tables.cells import NOTHING, error_text, number, source_line
+from sdfastgn.bench.tables.cells import error_text, number, source_line
 
 _HEADER = (
     "model", "dtype", "graph, ms", "call, ms", "CPU, ms", "peak, GB", "error", "first call, s",
-)  # fmt: skip
-_TRANSFORMERS = (
-    "a step of the transformer", "eager, ms", "eager + graph, ms", "sdfastgn, ms",
-    "speed-up over eager + graph", "peak, GB, eager", "peak, GB", "error, eager", "error",
 )  # fmt: skip
 
 
@@ -71,25 +67,6 @@ def plans_markdown(results: Path) -> str:
     latest = latest_rows(results, "plans")
     body = sorted(_cells(values) for values, _ in latest)
     return markdown(_HEADER, body, [source_line(run) for _, run in latest])
-
-
-def transformers_markdown(results: Path, names: Sequence[str]) -> str:
-    """Returns a table with a line for each transformer in ``names`` that was timed.
-
-    Errors are those of the same model with two layers.
-    """
-    latest = {values["model"]: (values, run) for values, run in latest_rows(results, "plans")}
-    shown = [latest[name] for name in names if name in latest]
-    body = []
-    for values, _ in shown:
-        name, _, size = values["model"].partition(", ")
-        small = latest.get(f"{name}, 2 layers, {size}", ({}, None))[0]
-        stock, ours = (Cost(**values[key]) for key in ("fused", "plan"))
-        ratio = NOTHING if stock.graph_ms is None else speed_up(stock.graph_ms, ours.ms)
-        times = number(stock.ms), number(stock.graph_ms), number(ours.ms), ratio
-        errors = (error_text(small.get(key)) for key in ("fused_error", "plan_error"))
-        body.append([values["model"], *times, number(stock.peak_gb), number(ours.peak_gb), *errors])
-    return markdown(_TRANSFORMERS, body, [source_line(run) for _, run in shown])
 
 
 def _cells(values: dict[str, Any]) -> list[str]:

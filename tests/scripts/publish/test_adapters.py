@@ -19,6 +19,7 @@ from sdfastgn.bench.documents import OK, WRONG
 from sdfastgn.model_inputs import unet_inputs
 from sdfastgn.models.configurations import UNETS
 from sdfastgn.patches.graphs import forward
+from tests import small_video
 from tests.bench.tables.cases import SOURCE, save
 from tests.patches.graphs.tape import TapeBackend
 
@@ -60,7 +61,7 @@ def test_what_was_removed_is_gone(calls):
 def test_a_shorter_list_of_changes(monkeypatch):
     monkeypatch.setitem(adapters.FEWER, "tiny", adapters.FEWER["sdxl"])
     names = [name for name, _ in adapters.changes_of("tiny")]
-    assert names == list(adapters.FEWER["sdxl"])
+    assert set(names) == set(adapters.FEWER["sdxl"])
     shorter = dict(
         zip(names, adapters.measured_calls("tiny", torch.float32, CPU, optimize=False), strict=True)
     )
@@ -68,6 +69,21 @@ def test_a_shorter_list_of_changes(monkeypatch):
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(outputs))
     for name in ("no FreeU", "no LoRA again"):
         torch.testing.assert_close(shorter[name][0], shorter["no LoRA"][0])
+
+
+def test_a_transformer_gets_the_changes_of_loras(monkeypatch, tmp_path):
+    small_video.shrink(monkeypatch)
+    path = tmp_path / "adapters.json"
+    assert adapters.main(["--model", "flux", "--device", "cpu", "--json", str(path)]) == 0
+    rows = [ChangeRow(**values) for values in json.loads(path.read_text())["rows"]]
+    assert [row.change for row in rows] == [name for name in NAMES if name in adapters.FEWER["flux"]]
+    assert {row.status for row in rows} == {OK}
+
+
+def test_a_loras_scale_is_an_argument_of_unets_and_transformers():
+    for cls, name in (("UNet2DConditionModel", "cross"), ("FluxTransformer2DModel", "joint")):
+        step = adapters.Step(object.__new__(getattr(diffusers, cls)), {})
+        assert adapters.scale_argument(step) == f"{name}_attention_kwargs"
 
 
 @pytest.mark.parametrize(("optimize", "expected"), [(False, [0, 1, 5, 6]), (True, [0, 1, 2, 3, 4, 5, 6])])

@@ -1,6 +1,5 @@
 """Networks with fused blocks and as plans: what is timed, what fails, and what the table shows."""
 
-import dataclasses
 import json
 
 import pytest
@@ -48,15 +47,6 @@ def test_a_network_without_plans_fails(monkeypatch, tmp_path):
     (row,) = written["rows"]
     assert (code, row["status"]) == (1, "failed")
     assert "no kernels run for torch.float32 on cpu" in row["reason"]
-
-
-def test_table_of_transformers(tmp_path):
-    name = "Flux.1-dev, 1024²"
-    large, small = (dataclasses.replace(ROW, model=model) for model in (name, "Flux.1-dev, 2 layers, 1024²"))
-    large = dataclasses.replace(large, fused_error=None, plan_error=None)
-    save(tmp_path, "plans.json", plans.KIND, [ROW, large, small])
-    lines = TABLES["transformers"](tmp_path).splitlines()
-    assert lines[2:4] == [f"| {name} | 12 | 11 | 9 | 1.22x | 4.5 | 3 | 1.0e-03 | 2.0e-03 |", ""]
 
 
 def test_table(tmp_path):

@@ -11,6 +11,7 @@ from scripts.publish.tables import end_to_end
 from scripts.publish.tables.markdown import NO_RESULTS
 from sdfastgn.bench.documents import FAILED, WRONG
 from sdfastgn.bench.run import Row
+from sdfastgn.bench.tables.cells import LOSS
 from tests.bench.tables.cases import SOURCE, UNET, cells_of, is_png, row, save
 
 SLOT = "before\n<!-- table:results -->\nold\n<!-- /table:results -->\nafter\n"
@@ -119,7 +120,7 @@ def test_the_headline_has_the_peers_at_their_best(tmp_path):
     assert "stable-fast: built by hand and measured in another run, NVIDIA H200, 2026-11-21." in text
     assert text.count("commit") == 1
     assert "VAE" not in text  # sdfastgn did not run
-    unet, whole = end_to_end.headline_times(tmp_path).items()
+    unet, whole = end_to_end.headline_times(tmp_path).panels.items()
     ours = ("sdfastgn", 16.0)
     assert unet[1] == [
         ("eager", 20.0),
@@ -131,6 +132,50 @@ def test_the_headline_has_the_peers_at_their_best(tmp_path):
     assert whole[1][1:] == [("stable-fast", 300.0), ("torch.compile + graph", 206.0), ("sdfastgn", 150.0)]
     plots.PICTURES["times.png"](tmp_path, tmp_path / "times.png")
     assert is_png(tmp_path / "times.png")
+
+
+def test_transformers_have_tables_and_a_picture_of_their_own(tmp_path):
+    step = {"part": "transformer", "ready_s": 2.0, "error_fp32": 1e-3, "peak_mib": 100.0}
+    rows = [
+        row("eager", 180.0, graph_ms=170.0, **step),
+        row("compile_blocks", 136.0, graph_ms=125.0, **step),
+        row("sdfastgn", 120.0, **step),
+        row("sdfastgn_fp8", 200.0, **step | {"peak_mib": 150.0}),
+    ]
+    save(tmp_path, "a.json", "end_to_end", rows)
+    text = end_to_end.transformers_markdown(tmp_path)
+    assert cells_of(text, "| SD1.5") == [
+        ["180", "170", "136 (1.25x)", "125 (1.36x)", "120 (1.42x)", f"200 (0.85x{LOSS})"]
+    ]
+    assert text.endswith(SOURCE)
+    text = end_to_end.transformers_compared_markdown(tmp_path)
+    assert "| eager / torch.compile, repeated blocks / sdfastgn / sdfastgn, FP8 | seconds until" in text
+    assert cells_of(text, "| SD1.5")[0][2] == "100 / 100 / 100 / 150"
+    assert end_to_end.results_markdown(tmp_path) == end_to_end.headline_markdown(tmp_path) == NO_RESULTS
+    found = end_to_end.transformer_times(tmp_path)
+    assert [time for _, time in next(iter(found.panels.values()))] == [
+        180.0,
+        170.0,
+        136.0,
+        125.0,
+        120.0,
+        200.0,
+    ]
+    assert found.sources == [SOURCE.rstrip(".")]
+    plots.PICTURES["times_transformers.png"](tmp_path, tmp_path / "times.png")
+    assert is_png(tmp_path / "times.png")
+
+
+def test_a_transformer_without_a_time_has_its_reason_below_the_table(tmp_path):
+    rows = [
+        row("eager", 180.0, part="transformer"),
+        row("sdfastgn", part="transformer", status=WRONG, reason="off"),
+    ]
+    save(tmp_path, "a.json", "end_to_end", rows)
+    text = end_to_end.transformers_markdown(tmp_path)
+    assert cells_of(text, "| SD1.5") == [["180", "-", "-", "-", "-", "-"]]
+    assert "batch 2, fp16: sdfastgn: wrong output: off." in text
+    assert end_to_end.transformers_compared_markdown(tmp_path) == NO_RESULTS
 
 
 def test_the_claims_are_the_ends_of_the_headlines_speed_ups(tmp_path):
