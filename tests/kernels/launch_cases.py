@@ -244,6 +244,7 @@ def _modulated(shape, dtype):
         heads = x.view(*shape[:2], -1, 64)
         table = torch.empty((1, shape[1], 1, 64))
         rotate(heads, table, table)
+        rotate(heads, table, table, halves=True)
         rotate(heads, table[..., ::2], table[..., 1::2])
         weight = torch.empty(64, dtype=dtype)
         rotate(heads, table, table, weight, out=torch.empty_like(heads))

@@ -902,6 +902,10 @@ torch.stack([-{x1}, {x0}], -1).flatten(-2) * {s} + {c} * {x}
 {x} * {c} - torch.stack([-{x1}, {x0}], -1).flatten(-2) * {s}
 {x} * {c} + torch.stack([-{x0}, {x1}], -1).flatten(-2) * {s}
 {x} * {c} + torch.cat([-{x1}, {x0}], -1) * {s}
+{x} * {c} + torch.cat([-{h1}, {h0}], -1) * {s}
+{c} * {x} + {s} * torch.cat([-{h1}, {h0}], -1)
+{x} * {c} + torch.cat([-{h0}, {h1}], -1) * {s}
+{x} * {c} - torch.cat([-{h1}, {h0}], -1) * {s}
 torch.stack([{x0} * {c} - {x1} * {s}, {x0} * {s} + {x1} * {c}], -1).flatten(-2)
 """
 
@@ -920,7 +924,9 @@ def rotated(p: Program, x: str) -> None:
     columns = D // 2 if "{x0} * {c}" in text else D
     size = (1, S, 1, columns) if heads != x else (1, S, columns)
     c, s = (p.tensor(*p.choice(size, size, (N, *size[1:]))) for _ in range(2))
-    y = p.let(text.format(x=heads, x0=x0, x1=x1, c=c, s=s))
+    split = p.choice("{}.chunk(2, -1)[{}]", "{}.unflatten(-1, (2, -1)).unbind(-2)[{}]")
+    h0, h1 = (split.format(heads, i) for i in (0, 1))
+    y = p.let(text.format(x=heads, x0=x0, x1=x1, h0=h0, h1=h1, c=c, s=s))
     p.add(p.let(f"{y}.reshape({p.shape(x)})"))
 
 

@@ -311,8 +311,15 @@ WRONG = [
     Wrong(
         "pairs are turned in either direction",
         "rotations",
-        "_part(first.args[0], 1) is x and _part(second, 0) is x",
+        "_part(first.args[0], 1, D, halves) is x and _part(second, 0, D, halves) is x",
         "True",
+    ),
+    Wrong(
+        "halves are pairs of neighbors",
+        "rotations",
+        "_Rotation(x, cos, sin, halves)",
+        "_Rotation(x, cos, sin)",
+        first=96,
     ),
     Wrong("each part of heads has the first rows of a table", "heads", "where = 1, start,", "where = 1, 0,"),
     Wrong(

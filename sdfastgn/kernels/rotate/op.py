@@ -1,4 +1,4 @@
-"""Rotary embeddings: pairs of neighboring elements of each row are rotated, after a norm of the row.
+"""Rotary embeddings: pairs of elements of each row are rotated, after a norm of the row.
 
 Formula, for x (A, B, C, D) and tables that broadcast to it, all operands fp32:
 
@@ -6,8 +6,9 @@ Formula, for x (A, B, C, D) and tables that broadcast to it, all operands fp32:
     y[2i] = z[2i] * cos[2i] - z[2i + 1] * sin[2i]
     y[2i + 1] = z[2i + 1] * cos[2i + 1] + z[2i] * sin[2i + 1]
 
-A table with D / 2 columns has one number for each pair. Without sin, the table cos has both numbers of each
-pair in turns. Without tables, y is z. y may be a part of a larger tensor.
+With ``halves``, the elements i and i + D / 2 are a pair instead of 2i and 2i + 1. A table with D / 2 columns
+has one number for each pair. Without sin, the table cos has both numbers of each pair in turns. Without
+tables, y is z. y may be a part of a larger tensor.
 
 On a GPU the kernel of ``rotate/kernels.py`` runs. Everywhere else, and if gradients are wanted,
 ``reference_rotate`` runs.
@@ -52,6 +53,7 @@ class RotateCall(NamedTuple):
     weight: Annotated[Tensor | None, Operand("(D,)")]
     eps: float
     out: Annotated[Tensor | None, Operand("(A, B, C, D)", whole=None, same_dtype=True)]
+    halves: bool
 
 
 def fits(D: int) -> bool:
@@ -65,7 +67,12 @@ def fits_pairs(D: int) -> bool:
 
 
 def reference_rotate(
-    x: Tensor, cos: Tensor | None, sin: Tensor | None, weight: Tensor | None = None, eps: float = 0.0
+    x: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+    halves: bool = False,
 ) -> Tensor:
     """Computes ``rotate`` in plain PyTorch, in fp32 or fp64, for calls that the kernel cannot run."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -77,11 +84,14 @@ def reference_rotate(
         return x.contiguous()
     if sin is None:
         cos, sin = cos[..., ::2], cos[..., 1::2]
-    cos, sin = (t.to(wide).repeat_interleave(D // t.shape[-1], -1) for t in (cos, sin))
-    u = x.to(wide)
-    a, b = u.unflatten(-1, (D // 2, 2)).unbind(-1)
-    turned = torch.stack((-b, a), -1).flatten(-2)
-    return (u * cos + turned * sin).to(x.dtype).contiguous()
+    u, axis = x.to(wide).unflatten(-1, (2, D // 2) if halves else (D // 2, 2)), -2 if halves else -1
+    a, b = u.unbind(axis)
+    turned = torch.stack((-b, a), axis)
+    cos, sin = (
+        t.to(wide).unflatten(-1, u.shape[-2:]) if t.shape[-1] == D else t.to(wide).unsqueeze(axis)
+        for t in (cos, sin)
+    )
+    return (u * cos + turned * sin).flatten(-2).to(x.dtype).contiguous()
 
 
 # --- launch -----------------------------------------------------------------------------------------
@@ -113,8 +123,9 @@ def rotate(
     weight: Tensor | None = None,
     eps: float = 0.0,
     out: Tensor | None = None,
+    halves: bool = False,
 ) -> Tensor:
-    """Rotates pairs of neighboring elements of each row of x, or of the RMS norm of each row.
+    """Rotates pairs of elements of each row of x, or of the RMS norm of each row.
 
     Args:
         x: (A, B, C, D). For example (samples, tokens, heads, channels of a head).
@@ -125,6 +136,8 @@ def rotate(
         eps: a number that is added to the mean of the squares of a row. Without a weight it is not used.
         out: memory for the result instead of new memory, such as a part of a larger tensor. It has the shape
             and dtype of x and contiguous rows, and shares no memory with the other arguments.
+        halves: True if a pair is an element of the first half of a row, and the one at its place in the
+            second half. False if a pair is two neighbors.
 
     Shapes: the result has the shape of x. It is ``out``, or a new contiguous tensor.
 
@@ -133,16 +146,17 @@ def rotate(
     Layout: any. x is copied first if its rows are not contiguous.
     Grad: calls that want gradients, the transforms of torch.func and forward-mode AD run in plain PyTorch.
     Raises:
-        TypeError: a tensor is not strided or has another dtype, or eps is no number.
-        ValueError: a shape or a device does not fit, or the rows of ``out`` are not contiguous.
+        TypeError: a tensor is not strided or has another dtype, eps is no number, or halves is no bool.
+        ValueError: a shape or a device does not fit, the rows of ``out`` are not contiguous, or with halves
+            there is a table cos without sin.
     """
     if type(eps) is not float:
         eps = as_eps(_NAME, eps)
-    call = RotateCall(x, cos, sin, weight, eps, out)
+    call = RotateCall(x, cos, sin, weight, eps, out, halves)
     found = _plans.run(_NAME, call, _check, _has_kernel)
     if found is not None:
         return found
-    y = reference_rotate(*call[:5])
+    y = reference_rotate(*call[:5], halves)
     if out is not None:
         return out.copy_(y)
     return y.clone() if y is x else y
@@ -159,6 +173,8 @@ def _check_tables(name: str, call: RotateCall) -> None:
         del tables["sin"]
     if call.cos is call.sin is None:
         return
+    if call.halves and call.sin is None:
+        raise ValueError(f"{name}: with halves, sin must be a tensor, got None")
     if x.shape[-1] % 2:
         raise ValueError(f"{name}: x must be (A, B, C, D) with even D, got shape {tuple(x.shape)}")
     for label, t in tables.items():

@@ -50,13 +50,14 @@ class RotatePlan:
             rows=rows, B=self.shape[order[1]], C=self.shape[order[2]], eps=call.eps,
             **numbers,
             D=D, VECTOR=vector, TABLE_VECTOR=table_vector,
-            SHARED=D // tables[0].shape[-1] if tables else 1, COS_STEP=steps[0][3], SIN_STEP=steps[1][3],
+            HALVES=call.halves, SHARED=D // tables[0].shape[-1] if tables else 1,
+            COS_STEP=steps[0][3], SIN_STEP=steps[1][3],
             BLOCK_R=block_r, BLOCK_D=block_d,
         )  # fmt: skip
 
     def run(self, call: RotateCall) -> Tensor:
         """Launch the kernel, and return y."""
-        x, cos, sin, weight, _, out = call
+        x, cos, sin, weight, _, out, _ = call
         y = x.new_empty_strided(self.shape, self.strides) if out is None else out
         self.launch.run(x, cos, sin, weight, y)
         return y

@@ -34,6 +34,7 @@ class _Part(NamedTuple):
     sin: Node | None = None
     weight: Node | None = None
     eps: float = 0.0
+    halves: bool = False
 
 
 def heads(graph: fx.Graph) -> fx.Graph:
@@ -54,9 +55,9 @@ def _normalized(r: Rewriter, n: Node) -> Node | None:
 
 def _rotated(r: Rewriter, n: Node) -> Node | None:
     """rotate(norm(x)) -> one step. rotate(join_heads(parts)) -> each part is rotated in its place."""
-    x, cos, sin = n.args
-    found = _part(r, x)
-    found = (_Part(x) if found.cos is not None else found)._replace(cos=cos, sin=sin)
+    own = _Part(*n.args)
+    found = _part(r, own.x)
+    found = own if found.cos is not None else own._replace(x=found.x, weight=found.weight, eps=found.eps)
     return _tokens_first(r, n, found)
 
 
@@ -72,19 +73,20 @@ def _tokens_first(r: Rewriter, n: Node, found: _Part) -> Node:
     joined: Any = found.x
     parts = [_Part(*p) for p in joined.args[0]] if has(joined, steps.join_heads) else []
     if parts and found.weight is None and all(p.cos is None for p in parts):
-        y = _join(r, _each_rotated(r, parts, found.cos, found.sin), n, is_swapped)
+        y = _join(r, _each_rotated(r, parts, found), n, is_swapped)
     else:
         y = r.new(steps.rotate, found, shape(found.x), dtype(n))
         y = r.permute(y, _SWAP) if is_swapped else y
     return y
 
 
-def _each_rotated(r: Rewriter, parts: list[_Part], cos: Node | None, sin: Node | None) -> list[_Part]:
-    """The parts, each with its rows of the tables."""
+def _each_rotated(r: Rewriter, parts: list[_Part], found: _Part) -> list[_Part]:
+    """The parts, each rotated as in ``found``, with its rows of the tables."""
     rotated, start = [], 0
     for p in parts:
         where = 1, start, shape(p.x)[1]
-        rotated.append(p._replace(cos=_cut_table(r, cos, *where), sin=_cut_table(r, sin, *where)))
+        cos, sin = (_cut_table(r, t, *where) for t in (found.cos, found.sin))
+        rotated.append(p._replace(cos=cos, sin=sin, halves=found.halves))
         start += shape(p.x)[1]
     return rotated
 

@@ -1,8 +1,8 @@
-"""Rotary embeddings of pairs of neighboring elements, in three spellings: ``steps.rotate``.
+"""Rotary embeddings of pairs of elements, in four spellings: ``steps.rotate``.
 
-With x0 and x1 for the first and second elements of all pairs of x:
+With x0 and x1 for the first and second elements of all pairs of neighbors in x, and h0 and h1 for its halves:
 
-1. x * cos + stack(-x1, x0) * sin;
+1. x * cos + stack(-x1, x0) * sin, and x * cos + cat(-h1, h0) * sin;
 2. the product of complex numbers: of x, and of a table;
 3. x0 * cos - x1 * sin, and x0 * sin + x1 * cos, written into every second element of a new tensor.
 
@@ -43,11 +43,15 @@ _LAST_OPS = (steps.cast, aten.add.Tensor, aten.view_as_real.default, aten.slice_
 
 
 class _Rotation(NamedTuple):
-    """``x``: reshaped or widened, what is rotated. ``sin`` is None if ``cos`` is complex."""
+    """``x``: reshaped or widened, what is rotated. ``sin`` is None if ``cos`` is complex.
+
+    ``halves``: True if a pair has an element of each half of a row.
+    """
 
     x: Node
     cos: Node
     sin: Node | None
+    halves: bool = False
 
 
 def rotations(graph: fx.Graph) -> fx.Graph:
@@ -75,8 +79,9 @@ def _rotated(r: Rewriter, n: Node) -> Node | None:
     if dtype(x) != dtype(n):
         return None
     heads = (*to[:-1], 1, to[-1]) if len(to) == 3 else to
-    tables = [t if t is None else _table(r, t, to) for t in found[1:]]
-    y = r.new(steps.rotate, (r.reshape(x, heads), *tables), heads, dtype(n))
+    tables = [t if t is None else _table(r, t, to) for t in found[1:3]]
+    more = (None, 0.0, True) if found.halves else ()
+    y = r.new(steps.rotate, (r.reshape(x, heads), *tables, *more), heads, dtype(n))
     return r.reshape(y, shape(n))
 
 
@@ -100,40 +105,45 @@ def _is_table(t: Node, to: tuple[int, ...], columns: int) -> bool:
     return is_aligned and whole[-1] == columns and dtype(t) in (*KERNEL_DTYPES, torch.complex64)
 
 
-def _part(n: Node, index: int) -> Node | None:
-    """The base of x if n has the first or second (``index``) element of each pair of x."""
+def _part(n: Node, index: int, D: int, halves: bool) -> Node | None:
+    """The base of x if n has the first or second (``index``) element of each pair of x, in rows of ``D``."""
     part: Any = _base(n)
-    if not has(part, steps.cut) or part.args[2:] != (index, 1):
+    if not has(part, steps.cut):
         return None
-    pairs, axis = part.args[:2]
-    is_last = axis == rank(pairs) - 1 and shape(pairs)[-1] == 2
-    return _base(pairs) if is_last else None
+    whole, axis, *where = part.args
+    found = shape(whole)[axis:], tuple(where)
+    of_pairs = ((2, D // 2) if halves else (2,)), (index, 1)
+    of_rows = (D,), (index * D // 2, D // 2)
+    return _base(whole) if found == of_pairs or (halves and found == of_rows) else None
 
 
 # ---- spellings
 
 
 def _turned(n: Node) -> _Rotation | None:
-    """x * cos + stack(-x1, x0) * sin"""
+    """x * cos + stack(-x1, x0) * sin, or x * cos + cat(-h1, h0) * sin"""
     to = shape(n)
     for p, q in operands(n):
         for x, cos in operands(p) if has(p, aten.mul.Tensor) else ():
             for turned, sin in operands(q) if has(q, aten.mul.Tensor) else ():
                 are_whole = shape(x) == shape(turned) == shape(p) == shape(q) == to
                 are_tables = _is_table(cos, to, to[-1]) and _is_table(sin, to, to[-1])
-                if are_whole and are_tables and _is_turned(_base(turned), _base(x), to):
-                    return _Rotation(x, cos, sin)
+                for halves in (False, True) if are_whole and are_tables else ():
+                    if _is_turned(_base(turned), _base(x), to, halves):
+                        return _Rotation(x, cos, sin, halves)
     return None
 
 
-def _is_turned(n: Any, x: Node, to: tuple[int, ...]) -> bool:
-    """True if n is stack(-x1, x0), for the pairs of x along the last axis."""
-    if not has(n, steps.cat) or shape(n) != (*to[:-1], to[-1] // 2, 2) or n.args[1] != rank(n) - 1:
+def _is_turned(n: Any, x: Node, to: tuple[int, ...], halves: bool) -> bool:
+    """True if n has the second elements of the pairs of x, negative, and the first ones in their places."""
+    D = to[-1]
+    joined = to if halves else (*to[:-1], D // 2, 2)
+    if not has(n, steps.cat) or shape(n) != joined or n.args[1] != rank(n) - 1 or len(n.args[0]) != 2:
         return False
-    first, second = map(_base, n.args[0]) if len(n.args[0]) == 2 else (None, None)
-    if not has(first, aten.neg.default) or second is None:
+    first, second = map(_base, n.args[0])
+    if not has(first, aten.neg.default):
         return False
-    return _part(first.args[0], 1) is x and _part(second, 0) is x  # type: ignore[union-attr]
+    return _part(first.args[0], 1, D, halves) is x and _part(second, 0, D, halves) is x
 
 
 def _complex(n: Any) -> _Rotation | None:
@@ -171,9 +181,9 @@ def _written(n: Any) -> _Rotation | None:
         return None
     for x0, cos in operands(products[0]):
         for x1, sin in operands(products[1]):
-            x = _part(x0, 0)
+            x = _part(x0, 0, to[-1], False)
             are_tables = _is_table(cos, to, half[-1]) and _is_table(sin, to, half[-1])
-            if x is None or _part(x1, 1) is not x or not are_tables or shape(x0) != half:
+            if x is None or _part(x1, 1, to[-1], False) is not x or not are_tables or shape(x0) != half:
                 continue
             others = {frozenset((_base(a), _base(b))) for m in products[2:] for a, b in operands(m)}
             if others == {frozenset((_base(x0), _base(sin))), frozenset((_base(x1), _base(cos)))}:

@@ -666,6 +666,7 @@ def rotate(
     sin: Tensor | None,
     weight: Tensor | None = None,
     eps: float = 0.0,
+    halves: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """RMS norm and rotary embedding of rows of heads: see ``rotate``.
@@ -674,7 +675,7 @@ def rotate(
     """
     if cos is not None and sin is None:
         cos = torch.view_as_real(cos.resolve_conj()).flatten(-2)
-    return rotate_op.rotate(x, cos, sin, weight, eps, out)
+    return rotate_op.rotate(x, cos, sin, weight, eps, out, halves)
 
 
 def join_heads(parts: Sequence[Sequence[Any]]) -> Tensor:
@@ -682,8 +683,8 @@ def join_heads(parts: Sequence[Sequence[Any]]) -> Tensor:
     B, _, H, D = parts[0][0].shape
     y = parts[0][0].new_empty((B, sum(x.shape[1] for x, *_ in parts), H, D))
     at = 0
-    for x, cos, sin, weight, eps in parts:
-        rotate(x, cos, sin, weight, eps, y.narrow(1, at, x.shape[1]))
+    for x, cos, sin, weight, eps, halves in parts:
+        rotate(x, cos, sin, weight, eps, halves, y.narrow(1, at, x.shape[1]))
         at += x.shape[1]
     return y
 

@@ -23,12 +23,15 @@ def normed(x, weight, eps):
     return x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps) * weight.double()
 
 
-def truth(x, cos, sin, weight=None, eps=0.0):
+def truth(x, cos, sin, weight=None, eps=0.0, halves=False):
     x = x.double() if weight is None else normed(x, weight, eps)
     if cos is None:
         return x
     cos, sin = cos.double(), sin.double()
-    times = x.shape[-1] // cos.shape[-1]
+    D, times = x.shape[-1], x.shape[-1] // cos.shape[-1]
+    if halves:
+        cos, sin = (t.repeat(1, 1, 1, times) for t in (cos, sin))
+        return x * cos + torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1) * sin
     cos, sin = (t.repeat_interleave(times, -1).expand(x.shape) for t in (cos, sin))
     y = torch.empty_like(x)
     y[..., ::2] = x[..., ::2] * cos[..., ::2] - x[..., 1::2] * sin[..., ::2]
@@ -36,12 +39,12 @@ def truth(x, cos, sin, weight=None, eps=0.0):
     return y
 
 
-def check(x, cos, sin, weight=None, eps=0.0, out=None, roundings=1):
+def check(x, cos, sin, weight=None, eps=0.0, out=None, roundings=1, halves=False):
     with kernels(direct=True):
-        y = rotate(x, cos, sin, weight, eps, out)
+        y = rotate(x, cos, sin, weight, eps, out, halves)
     assert (y.shape, y.dtype, y.is_contiguous()) == (x.shape, x.dtype, out is None)
     assert out is None or y is out
-    assert error(y, truth(x, cos, sin, weight, eps)) < roundings * BOUNDS[x.dtype]
+    assert error(y, truth(x, cos, sin, weight, eps, halves)) < roundings * BOUNDS[x.dtype]
     return y
 
 
@@ -49,6 +52,24 @@ def check(x, cos, sin, weight=None, eps=0.0, out=None, roundings=1):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape(shape, columns, device):
     check(*drawn(shape, device=device, columns=columns))
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pairs_of_the_halves_of_a_row(shape, columns, device):
+    x, cos, sin = drawn(shape, device=device, columns=columns)
+    check(x, cos, sin, halves=True)
+    check(x, cos, sin, 1 + x[0, 0, 0] / 2, 1e-5, halves=True)
+    assert error(rotate(x, cos, sin, halves=True), truth(x, cos, sin, halves=True)) < BOUNDS[x.dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_halves_of_a_part_of_a_larger_tensor(dtype, device):
+    x, cos, sin = drawn((2, 5, 3, 16), dtype, device)
+    packed = torch.cat((x, x + 100), -1)
+    check(packed[..., :16], cos, sin[..., ::2].repeat(1, 1, 1, 2), halves=True)
+    out = torch.zeros(2, 9, 3, 16, dtype=dtype, device=device)
+    check(packed[..., :16], cos, sin, x[0, 0, 0], 1e-5, out[:, 2:7], 3, halves=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -217,6 +238,8 @@ WRONG = [
     ((X, X, X, None, 0.0, X[:1]), ValueError, r"out must have shape \(2, 3, 1, 8\), got \(1, 3, 1, 8\)"),
     ((X, X, X, None, 0.0, X.half()), TypeError, "out must have the dtype torch.float32"),
     ((X, X, X, None, 0.0, X.repeat(1, 1, 1, 2)[..., ::2]), ValueError, "rows of out must be contiguous"),
+    ((X, X, None, None, 0.0, None, True), ValueError, "with halves, sin must be a tensor, got None"),
+    ((X, X, X, None, 0.0, None, 1), TypeError, "halves must be"),
 ]
 
 

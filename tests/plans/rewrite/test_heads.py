@@ -32,6 +32,11 @@ def rotated(x, cos, sin):
     return (x.float() * cos + torch.stack((-b, a), -1).flatten(-2).float() * sin).to(x.dtype)
 
 
+def rotated_halves(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    return (x.float() * cos + torch.cat((-b, a), -1).float() * sin).to(x.dtype)
+
+
 def by_complex(x, angles):
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     table = torch.polar(torch.ones_like(angles), angles)[None, :, None]
@@ -79,6 +84,26 @@ def test_norm_and_rotation(norm, dtype):
     found = plan(lambda w, x, c, s: rotated(norm(x, w[0]), c, s), image.to(dtype), cos[:, :IMAGE], sin[:, :1])
     assert without_casts(found) == ["rotate"]
     assert found.only(steps.rotate).args[4] == pytest.approx(1e-6)
+
+
+def test_pairs_of_halves():
+    """In one step with the norm, and beside other tokens before or after the concatenation."""
+    c, s = cos[:, :IMAGE], sin[:, :IMAGE]
+    found = plan(lambda w, x, c, s: rotated_halves(rms(x, w[0]), c, s), image, c, s)
+    assert found.steps == ["rotate"]
+
+    def before(w, x, y, c, s):
+        return torch.cat([rms(x, w[0]), rotated_halves(rms(y, w[1]), c[:, TEXT:], s[:, TEXT:])], 1)
+
+    def after(w, x, y, c, s):
+        return rotated_halves(torch.cat([rms(x, w[0]), rms(y, w[1])], 1), c, s)
+
+    found = [plan(call, text, image, cos, sin) for call in (before, after)]
+    assert [each.steps for each in found] == [["join_heads"]] * 2
+    assert [[part[5] for part in each.only(steps.join_heads).args[0]] for each in found] == [
+        [False, True],
+        [True, True],
+    ]
 
 
 def test_norm_with_other_readers_is_computed_twice():

@@ -624,10 +624,19 @@ CASES = {
         lambda x, c, s, w: steps.rotate(x, c, s, w, 1e-5),
         lambda x, c, s, w: turned(F.rms_norm(x, (6,), w, 1e-5), c, s),
     ),
+    "rotate-halves": (
+        ((2, 3, 4, 6), (1, 3, 1, 6), (2, 1, 4, 6)),
+        partial(steps.rotate, halves=True),
+        lambda x, c, s: x * c + torch.cat((-x[..., 3:], x[..., :3]), -1) * s,
+    ),
     "join-heads": (
         ((2, 3, 4, 6), (2, 5, 4, 6), (2, 1, 4, 6), (1, 3, 1, 6), (1, 5, 1, 3), (6,)),
         lambda x, y, z, c, h, w: steps.join_heads(
-            ((x, c, c, w, 1e-5), (y, torch.complex(h, h), None, None, 0.0), (z, None, None, w, 1e-5))
+            (
+                (x, c, c, w, 1e-5, False),
+                (y, torch.complex(h, h), None, None, 0.0, False),
+                (z, None, None, w, 1e-5, False),
+            )
         ),
         lambda x, y, z, c, h, w: torch.cat(
             (

@@ -44,6 +44,7 @@ KERNELS = {
     "gated-rows": ["gated"],
     "gated-images": ["gated"],
     "rotate-norm": ["rotate"],
+    "rotate-halves": ["rotate"],
     "join-heads": ["rotate"] * 3,
 }
 
