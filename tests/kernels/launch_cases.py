@@ -238,6 +238,7 @@ def _modulated(shape, dtype):
         ada_norm(x, x, modulation, None, layer, modulation, modulation, plus_one=True)
         ada_norm(x, x, modulation, rms, rms, modulation, tanh=True, plus_one=True)
     ada_norm(x, x, modulation, None, RowNorm("layer", x[0, 0], x[0, 0]))
+    ada_norm(x, x, modulation, RowNorm("none", None, x[0, 0]))
     ada_norm(x, x, modulation)
     ada_norm(x, norm=rms)
     if shape[2] % 64 == 0:

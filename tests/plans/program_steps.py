@@ -1002,6 +1002,11 @@ def modulated_tokens(p: Program, x: str) -> None:
     y = p.other(x)
     if p.chance(0.3):
         y = p.let(_norm_of_rows(p, y))
+    elif p.chance(0.3):
+        part = f"torch.cat([{y}, {x}], 1)[:, 1:{S + 1}]"
+        y = p.let(f"F.linear({part}, {p.tensor(C, C, scale=C**-0.5)}, {p.tensor(C)})")
+        if p.chance(0.1):
+            p.add(y)
     gate, factor, offset = (_modulation(p, N, S, C) for _ in range(3))
     total = p.one_of(GATED_SUMS, x=x, y=y, gate=gate)
     total = p.let(cast(p, p.let(total)) if p.chance(0.15) else total)

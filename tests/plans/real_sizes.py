@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sdfastgn.models.configurations import UNETS, VAES, VIDEO_NETWORKS
-from sdfastgn.plans.run.aliases import copies
+from sdfastgn.plans.run.aliases import adds_bias_apart, copies
 from tests.plans.engine import plan_of
 from tests.plans.models import of_diffusers
 
@@ -47,6 +47,12 @@ def unet(name: str, size: int, **more: Any) -> Network:
 
 def decoder(cls: str, *shape: int, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Network:
     return Network(cls, settings, dtype, "decode", {"z": shape})
+
+
+def transformer(name: str, few: dict[str, Any], **inputs: Any) -> Network:
+    """The transformer ``name`` with the layers in ``few``: the others would move as many bytes each."""
+    network = VIDEO_NETWORKS[name]["transformer"]
+    return Network(network.cls, {**network.config, **few}, torch.bfloat16, "forward", inputs)
 
 
 CONDITIONS = {"added_cond_kwargs": {"text_embeds": (2, 1280), "time_ids": (2, 6)}}
@@ -114,6 +120,14 @@ NETWORKS = {
     "KVAE, decode 1024x1024": decoder("AutoencoderKLKVAE", 1, 16, 128, 128),
     "HunyuanImage, decode 1024x1024": decoder("AutoencoderKLHunyuanImage", 1, 64, 32, 32, **HUNYUAN_IMAGE),
     "Kandinsky 6, decode 5x512x512": decoder("Kandinsky6SRVAE", 1, 64, 2, 32, 32),
+    "SD3.5, transformer 1024x1024, 2 layers, batch 2": transformer(
+        "sd35",
+        {"num_layers": 2, "dual_attention_layers": (0,)},
+        hidden_states=(2, 16, 128, 128),
+        encoder_hidden_states=(2, 333, 4096),
+        pooled_projections=(2, 2048),
+        timestep=(2,),
+    ),
 }
 
 
@@ -140,6 +154,9 @@ def measured(network: Network) -> dict[str, Any]:
     for n in filter(copies, plan.graph.nodes):
         found["reshape that copies"][0] += 1
         found["reshape that copies"][1] += 2 * math.prod(n.meta["shape"]) * n.meta["dtype"].itemsize
+    for n in filter(adds_bias_apart, plan.graph.nodes):
+        found["bias apart"][0] += 1
+        found["bias apart"][1] += 2 * math.prod(n.meta["shape"]) * n.meta["dtype"].itemsize
     return {
         "steps": sum(count for count, _ in found.values()),
         "bytes": sum(size for _, size in found.values()),

@@ -294,6 +294,7 @@ WRONG = [
         "if False:",
         first=303,
     ),
+    Wrong("the bias of a part is lost", "ada_norms", "elif bias is not None:", "elif False:"),
     Wrong(
         "a gate has any number of columns",
         "ada_norms",

@@ -578,6 +578,13 @@ CASES = {
         lambda x, y, g: steps.ada_norm(x, y, g, None, None, None, None, False, False, True)[:1],
         lambda x, y, g: (x + y * g,),
     ),
+    "ada-norm-bias": (
+        ((2, 5, 12), (2, 5, 12), (2, 1, 12), (12,)),
+        lambda x, y, g, b: steps.ada_norm(
+            x, y, g, ("none", None, b, 0.0), None, None, None, False, False, True
+        )[:1],
+        lambda x, y, g, b: (x + (y + b) * g,),
+    ),
     "ada-norm-alone": (
         ((2, 5, 12), (12,), (2, 1, 12)),
         lambda x, w, f: steps.ada_norm(
