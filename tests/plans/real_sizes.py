@@ -80,6 +80,19 @@ HUNYUAN_IMAGE = {
     "spatial_compression_ratio": 32,
     "sample_size": 384,
 }
+COGVIEW4 = {
+    "patch_size": 2,
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_layers": 2,
+    "attention_head_dim": 128,
+    "num_attention_heads": 32,
+    "text_embed_dim": 4096,
+    "time_embed_dim": 512,
+    "condition_dim": 256,
+    "pos_embed_max_size": 128,
+    "sample_size": 128,
+}
 SVD = VIDEO_NETWORKS["svd"]["vae"]
 NETWORKS = {
     "SD1.5, UNet, batch 2": unet("sd15", 64),
@@ -127,6 +140,18 @@ NETWORKS = {
         encoder_hidden_states=(2, 333, 4096),
         pooled_projections=(2, 2048),
         timestep=(2,),
+    ),
+    "CogView4, transformer 1024x1024, 2 layers": Network(
+        "CogView4Transformer2DModel",
+        COGVIEW4,
+        torch.bfloat16,
+        "forward",
+        {
+            "hidden_states": (1, 16, 128, 128),
+            "encoder_hidden_states": (1, 224, 4096),
+            "timestep": (1,),
+            **dict.fromkeys(("original_size", "target_size", "crop_coords"), (1, 2)),
+        },
     ),
 }
 

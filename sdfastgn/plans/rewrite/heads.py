@@ -1,7 +1,8 @@
 """Queries, keys and values of attention over two kinds of tokens, such as text and image.
 
 Models compute for heads (B, S, H, D): the RMS norm of each row, its rotation, and a concatenation with the
-heads of other tokens. The concatenation may come before the rotation. Values are only concatenated.
+heads of other tokens. The concatenation may come before the rotation. Values are only concatenated. Some
+models have all tokens in one tensor, and write rotated tokens over a part of it.
 
 ``steps.rotate`` takes the norm, and ``steps.join_heads`` writes each part into its place.
 """
@@ -9,8 +10,10 @@ heads of other tokens. The concatenation may come before the rotation. Values ar
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 from torch.fx import Node
 
@@ -18,10 +21,13 @@ from sdfastgn.kernels.rotate.op import fits
 from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, has_kernels, rank, shape
 from sdfastgn.plans.rewrite.norms import LAST_OPS, norm_over
 from sdfastgn.plans.rewrite.rules import apply
+from sdfastgn.plans.rewrite.spelling import UNFILLED
 from sdfastgn.plans.run import steps
+from sdfastgn.plans.run.schemas import arguments
 
 __all__ = ["heads"]
 
+aten = torch.ops.aten
 # Exchanges tokens and heads.
 _SWAP = (0, 2, 1, 3)
 
@@ -39,12 +45,11 @@ class _Part(NamedTuple):
 
 def heads(graph: fx.Graph) -> fx.Graph:
     """Goes forward, so that a rule finds what it has made of the nodes before."""
-    return apply(graph, _one_step, steps.rotate, steps.cat, *LAST_OPS)
+    return apply(graph, _one_step, *_RULES, *LAST_OPS)
 
 
 def _one_step(r: Rewriter, n: Node) -> Node | None:
-    rule = _rotated if has(n, steps.rotate) else _joined if has(n, steps.cat) else _normalized
-    return rule(r, n)
+    return _RULES.get(n.target, _normalized)(r, n)
 
 
 def _normalized(r: Rewriter, n: Node) -> Node | None:
@@ -94,13 +99,39 @@ def _each_rotated(r: Rewriter, parts: list[_Part], found: _Part) -> list[_Part]:
 def _joined(r: Rewriter, n: Node) -> Node | None:
     """A cat of heads along the tokens -> ``join_heads``, if a part is computed, or attention reads it."""
     parts, dim = n.args
-    if rank(n) != 4 or dim not in (1, 2) or 0 in shape(n) or not has_kernels(n) or not fits(shape(n)[-1]):
+    found = _parts(r, n, parts, dim)
+    if found is None:
         return None
-    found = [_part(r, r.permute(p, _SWAP) if dim == 2 else p) for p in parts]
-    is_computed = any(p.weight is not None or p.cos is not None for p in found)
-    if not is_computed and not _is_read_by_attention(n, steps.permute, steps.rotate):
+    if not any(map(_is_computed, found)) and not _is_read_by_attention(n, steps.permute, steps.rotate):
         return None
     return _join(r, found, n, dim == 2)
+
+
+def _overwritten(r: Rewriter, n: Node) -> Node | None:
+    """Some tokens of heads x are overwritten by rotated ones -> ``join_heads`` of these and of x around them.
+
+    New memory x is not read: it stays a step of its own, which is then written in place.
+    """
+    x, part, dim, start, _, step = arguments(n)
+    if has(x, *UNFILLED, aten.full.default, aten.slice_scatter.default) or step != 1 or start < 0:
+        return None
+    end = start + shape(part)[dim]
+    around = r.cut(x, dim, 0, start), part, r.cut(x, dim, end, shape(x)[dim] - end)
+    found = _parts(r, n, [p for p in around if shape(p)[dim]], dim)
+    if found is None or not _is_computed(found[start > 0]):
+        return None
+    return _join(r, found, n, dim == 2)
+
+
+def _parts(r: Rewriter, n: Node, parts: Iterable[Node], dim: int) -> list[_Part] | None:
+    """What computes each of ``parts`` as (B, S, H, D), if they are joined along the tokens of heads n."""
+    if rank(n) != 4 or dim not in (1, 2) or 0 in shape(n) or not has_kernels(n) or not fits(shape(n)[-1]):
+        return None
+    return [_part(r, r.permute(p, _SWAP) if dim == 2 else p) for p in parts]
+
+
+def _is_computed(p: _Part) -> bool:
+    return p.weight is not None or p.cos is not None
 
 
 def _join(r: Rewriter, parts: list[_Part], n: Node, is_swapped: bool) -> Node:
@@ -172,3 +203,7 @@ def _same_views(r: Rewriter, views: list[Node], x: Node, is_table: bool = False)
 
 def _cut_table(r: Rewriter, t: Node | None, dim: int, start: int, length: int) -> Node | None:
     return t if t is None or shape(t)[dim] == 1 else r.cut(t, dim, start, length)
+
+
+# Op -> the rule for it.
+_RULES = {steps.rotate: _rotated, steps.cat: _joined, aten.slice_scatter.default: _overwritten}

@@ -217,6 +217,56 @@ def test_a_part_without_rotation_and_a_cut_rotation():
     assert found.steps == ["join_heads"] * 2
 
 
+@pytest.mark.parametrize("is_swapped", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (slice(TEXT, None), ["copy", "rotation"]),
+        (slice(0, IMAGE), ["rotation", "copy"]),
+        (slice(1, 3), ["copy", "rotation", "copy"]),
+    ],
+)
+def test_rotated_tokens_that_overwrite_a_part(tokens, expected, is_swapped):
+    def call(w, x, c, s):
+        x, c, s = (t.transpose(*SWAP) if is_swapped else t for t in (x, c, s))
+        part = (..., tokens, slice(None)) if is_swapped else (slice(None), tokens)
+        return overwritten(x, rotated((x * 2)[part], c[part], s[part]), part)
+
+    found = plan(call, torch.randn(B, S, H, D), cos, sin)
+    assert found.steps == ["aten.mul", "join_heads"]
+    assert parts_of(found) == [expected]
+
+
+def overwritten(x, part, where):
+    y = x * 2
+    y[where] = part
+    return y
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, y: overwritten(x, y[:, :3] + 1, (slice(None), slice(1, 4))),
+        lambda x, y: overwritten(x, y[:, :3], (slice(None), slice(0, 6, 2))),
+        lambda x, y: overwritten(x, y[..., :2], (..., slice(1, 3))),
+        lambda x, y: overwritten(x, y[:1], slice(1, 2)),
+        lambda x, y: overwritten(x, y[:, 0], (slice(None), 1)),
+    ],
+)
+def test_other_writes(call):
+    found = plan(lambda w, x, c, s: call(x, rotated(x, c, s)), torch.randn(B, S, H, D), cos, sin)
+    assert "rotate" in found.steps
+
+
+def test_new_memory_is_written_in_place():
+    def call(w, x, c, s):
+        y = torch.zeros_like(x)
+        y[:, 1:] = rotated(x[:, 1:], c[:, 1:], s[:, 1:])
+        return y
+
+    assert plan(call, torch.randn(B, S, H, D), cos, sin).steps == ["aten.full", "rotate", "write_slice_"]
+
+
 def test_tables_of_one_row_and_of_each_sample():
     call = lambda w, x, y, c, s: rotated(torch.cat([rms(x, w[0]), rms(y, w[1])], 1), c, s)  # noqa: E731
     found = plan(call, text, image, torch.randn(1, 1, H, D), torch.randn(B, S, 1, D))
