@@ -253,6 +253,10 @@ def _modulated(shape, dtype):
         rotate(heads, table, None, weight)
         rotate(heads, None, None, weight)
         rotate(heads, None, None)
+        row = heads.view(*shape[:2], 1, -1)
+        for halves in (False, True):
+            rotate(row, table, table, x[0, 0], halves=halves, heads=shape[2] // 64)
+        rotate(row, table, None, x[0, 0], heads=shape[2] // 64)
 
 
 def _few_rows(shape, dtype):

@@ -912,9 +912,10 @@ torch.stack([{x0} * {c} - {x1} * {s}, {x0} * {s} + {x1} * {c}], -1).flatten(-2)
 
 @step(TOKENS, 2)
 def rotated(p: Program, x: str) -> None:
-    """Pairs of neighboring elements of heads, or of whole rows, are rotated."""
+    """Pairs of neighbors or of halves of heads, or of whole rows, are rotated; sometimes after a norm."""
     N, S, _ = p.shape(x)
-    heads = p.let(f"{x}.unflatten(-1, (2, -1))") if p.chance(0.7) else x
+    normed = p.let(_norm_of_rows(p, x)) if p.chance(0.3) else x
+    heads = p.let(f"{normed}.unflatten(-1, (2, -1))") if p.chance(0.7) else x
     D = p.shape(heads)[-1]
     if D % 2:
         return

@@ -141,6 +141,13 @@ NETWORKS = {
         pooled_projections=(2, 2048),
         timestep=(2,),
     ),
+    "Wan, transformer 33x480x832, 2 layers": transformer(
+        "wan",
+        {"num_layers": 2},
+        hidden_states=(1, 16, 9, 60, 104),
+        timestep=(1,),
+        encoder_hidden_states=(1, 512, 4096),
+    ),
     "CogView4, transformer 1024x1024, 2 layers": Network(
         "CogView4Transformer2DModel",
         COGVIEW4,

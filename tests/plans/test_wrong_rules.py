@@ -294,7 +294,7 @@ WRONG = [
         "if False:",
         first=303,
     ),
-    Wrong("the bias of a part is lost", "ada_norms", "elif bias is not None:", "elif False:"),
+    Wrong("the bias of a part is lost", "ada_norms", "elif bias is not None:", "elif False:", first=80),
     Wrong(
         "a gate has any number of columns",
         "ada_norms",
@@ -322,12 +322,16 @@ WRONG = [
         "_Rotation(x, cos, sin)",
         first=96,
     ),
+    Wrong(
+        "the norm of all heads is lost", "heads", "weight=norm.weight, eps=norm.eps, heads=H", "heads=H", 122
+    ),
     Wrong("each part of heads has the first rows of a table", "heads", "where = 1, start,", "where = 1, 0,"),
     Wrong(
         "heads are rotated once",
         "heads",
         "found.weight is None and all(p.cos is None for p in parts)",
         "found.weight is None",
+        first=238,
     ),
     Wrong("a norm of heads has any bias", "heads", " or found.bias is not None:", ":"),
     Wrong("a norm of heads has any scale", "heads", "found.eps or found.scale != math.sqrt(D)", "found.eps"),

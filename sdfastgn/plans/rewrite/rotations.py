@@ -11,6 +11,7 @@ The step computes in fp32 and rounds once, to the dtype of x.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -57,14 +58,15 @@ class _Rotation(NamedTuple):
 def rotations(graph: fx.Graph) -> fx.Graph:
     """Goes from the last node to the first, so that a cast of a result is found before the result."""
     r = Rewriter(graph)
+    turns: dict[tuple[Node, Node], Node] = {}
     for n in from_the_last(r, *_LAST_OPS):
-        new = _rotated(r, n) if has_kernels(n) else None
+        new = _rotated(r, n, turns) if has_kernels(n) else None
         if new is not None:
             r.replace(n, new)
     return ordered(cleaned(graph)) if r.has_changed else graph
 
 
-def _rotated(r: Rewriter, n: Node) -> Node | None:
+def _rotated(r: Rewriter, n: Node, turns: dict[tuple[Node, Node], Node]) -> Node | None:
     top = uncast(n, n)
     whole = top.args[0] if has(top, steps.reshape) else top
     if has(whole, aten.view_as_real.default):
@@ -79,7 +81,12 @@ def _rotated(r: Rewriter, n: Node) -> Node | None:
     if dtype(x) != dtype(n):
         return None
     heads = (*to[:-1], 1, to[-1]) if len(to) == 3 else to
-    tables = [t if t is None else _table(r, t, to) for t in found[1:3]]
+    cos, sin = found.cos, found.sin
+    if sin is not None and shape(cos)[-1] < to[-1] and shape(cos) == shape(sin) and dtype(cos) == dtype(sin):
+        if (cos, sin) not in turns:
+            turns[cos, sin] = _in_turns(r, cos, sin)
+        cos, sin = turns[cos, sin], None
+    tables = [t if t is None else _table(r, t, to) for t in (cos, sin)]
     more = (None, 0.0, True) if found.halves else ()
     y = r.new(steps.rotate, (r.reshape(x, heads), *tables, *more), heads, dtype(n))
     return r.reshape(y, shape(n))
@@ -90,6 +97,14 @@ def _base(n: Node) -> Node:
     while has(n, steps.reshape) or (has(n, steps.cast) and is_exact(n)):
         n = n.args[0]
     return n
+
+
+def _in_turns(r: Rewriter, cos: Node, sin: Node) -> Node:
+    """Both numbers of each pair side by side, because the kernel then loads vectors."""
+    *rows, half = shape(cos)
+    size = math.prod(rows) * half
+    parts = [r.reshape(t, (size, 1)) for t in (cos, sin)]
+    return r.reshape(r.new(steps.cat, (parts, 1), (size, 2), dtype(cos)), (*rows, 2 * half))
 
 
 def _table(r: Rewriter, t: Node, to: tuple[int, ...]) -> Node:

@@ -139,7 +139,9 @@ def test_heads_before_tokens(moved):
         lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
         lambda x, w: rms(x, w) + w,
         lambda x, w: rms(x, w) * 2,
-        lambda x, w: rms(x.flatten(2), w.repeat(H)).unflatten(2, (H, D)),
+        lambda x, w: (
+            rms(x.transpose(*SWAP).flatten(2), w.repeat(IMAGE)).unflatten(2, (IMAGE, D)).transpose(*SWAP)
+        ),
         lambda x, w: rms(x.mT, w[:1]).mT,
         lambda x, w: F.layer_norm(x, (D,), w),
         lambda x, w: F.normalize(x, dim=-1) * w,
@@ -150,6 +152,40 @@ def test_other_norms_stay_steps_of_their_own(norm):
     found = plan(lambda w, x, c, s: rotated(norm(x, w[0]), c, s), image, cos[:, :IMAGE], sin[:, :IMAGE])
     assert "rotate" in found.steps
     assert len(found.steps) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("norm", "turn", "halves"),
+    [(rms, rotated, False), (whole, rotated, False), (whole, rotated_halves, True)],
+)
+def test_a_norm_of_all_heads_of_a_token(norm, turn, halves, dtype):
+    """It is one step with the rotation of each head."""
+    w = nn.Parameter(torch.randn(H * D, dtype=dtype))
+
+    def call(x, c, s):
+        return turn(norm(x, w).unflatten(2, (H, D)), c, s) * 2
+
+    found = checked(call, image.flatten(2).to(dtype), cos[:, :IMAGE], sin[:, :IMAGE])
+    assert without_casts(found) == ["rotate", "aten.mul"]
+    assert found.only(steps.rotate).args[4:] == (pytest.approx(1e-6), halves, H)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda y, c, s: rotated(y.unflatten(2, (H, D)), c.expand(1, IMAGE, H, D), s), 2),
+        (lambda y, c, s: rotated(y.unflatten(2, (D, H)).mT, c, s), 2),
+        (lambda y, c, s: rotated(y.unflatten(1, (1, IMAGE)).unflatten(3, (H, D))[:, 0], c, s), 1),
+        (lambda y, c, s: (rotated(y.unflatten(2, (H, D)), c, s), y), 2),
+        (lambda y, c, s: rotated(rotated(y.unflatten(2, (H, D)), c, s), c, s), 2),
+        (lambda y, c, s: torch.cat([rotated(y.unflatten(2, (H, D)), c, s), y.unflatten(2, (H, D))], 1), 3),
+    ],
+)
+def test_norms_of_all_heads_and_other_rotations(call, expected):
+    w = nn.Parameter(torch.randn(H * D))
+    x, c, s = image.flatten(2), cos[:, :IMAGE], sin[:, :IMAGE].contiguous()
+    assert len(checked(lambda x, c, s: call(rms(x, w), c, s), x, c, s).steps) == expected
 
 
 def test_a_norm_after_the_rotation_is_another_value():

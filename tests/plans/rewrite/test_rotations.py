@@ -57,13 +57,22 @@ def written(x, cos, sin, *, first=slice(0, None, 2), second=slice(1, None, 2)):
 def test_every_spelling(dtype):
     q = x.to(dtype)
     assert steps_of(stacked, q, cos, sin) == ["rotate"]
-    assert steps_of(written, q, cos.to(dtype), sin.to(dtype)) == ["aten.slice", "aten.slice", "rotate"]
+    assert steps_of(written, q, cos.to(dtype), sin.to(dtype)) == ["aten.slice", "aten.slice", "cat", "rotate"]
     steps = steps_of(lambda x, angles: by_complex(x, table_of(angles)), q, angles)
     assert steps == ["aten.full", "aten.polar", "rotate"]
     for call in (by_halves, lambda x, cos, sin: x * cos.to(x) + rotate_half(x) * sin.to(x)):
         plan = checked(call, q, cos, sin)
         assert [step for step in plan.steps if step != "cast"] == ["rotate"]
-        assert plan.only(rotate).args[3:] == (None, 0.0, True)
+        assert plan.only(rotate).args[3:6] == (None, 0.0, True)
+
+
+def test_tables_of_pairs_are_joined_once():
+    """Both numbers of each pair lie side by side, for all rotations."""
+    call = lambda x, y, c, s: [written(t, c, s) for t in (x, y, x * 2)]  # noqa: E731
+    found = steps_of(call, x, x + 1, cos, sin)
+    assert (found.count("cat"), found.count("rotate")) == (1, 3)
+    for other in (torch.randn(B, S, 1, D), sin.to(HALF)):
+        assert "cat" not in steps_of(call, x, x + 1, cos, other)
 
 
 def test_tokens_without_heads():

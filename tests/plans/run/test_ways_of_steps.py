@@ -45,6 +45,7 @@ KERNELS = {
     "gated-images": ["gated"],
     "rotate-norm": ["rotate"],
     "rotate-halves": ["rotate"],
+    "rotate-heads": ["rotate"],
     "join-heads": ["rotate"] * 3,
 }
 
