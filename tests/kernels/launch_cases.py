@@ -253,6 +253,9 @@ def _modulated(shape, dtype):
         rotate(heads, table, None, weight)
         rotate(heads, None, None, weight)
         rotate(heads, None, None)
+        for halves in (False, True):
+            rotate(heads, table, table, halves=halves, layer=True)
+            rotate(heads, table, table, weight, halves=halves, bias=weight, layer=True)
         row = heads.view(*shape[:2], 1, -1)
         for halves in (False, True):
             rotate(row, table, table, x[0, 0], halves=halves, heads=shape[2] // 64)

@@ -322,18 +322,16 @@ WRONG = [
         "_Rotation(x, cos, sin)",
         first=96,
     ),
-    Wrong(
-        "the norm of all heads is lost", "heads", "weight=norm.weight, eps=norm.eps, heads=H", "heads=H", 122
-    ),
+    Wrong("the norm of all heads is lost", "heads", "heads=H).after(norm)", "heads=H)", 122),
     Wrong("each part of heads has the first rows of a table", "heads", "where = 1, start,", "where = 1, 0,"),
     Wrong(
         "heads are rotated once",
         "heads",
-        "found.weight is None and all(p.cos is None for p in parts)",
-        "found.weight is None",
+        "not found.has_norm and all(p.cos is None for p in parts)",
+        "not found.has_norm",
         first=238,
     ),
-    Wrong("a norm of heads has any bias", "heads", " or found.bias is not None:", ":"),
+    Wrong("a norm of heads has no bias", "heads", "eps=found.added / D, bias=bias)", "eps=found.added / D)"),
     Wrong("a norm of heads has any scale", "heads", "found.eps or found.scale != math.sqrt(D)", "found.eps"),
     Wrong("rows may be cut", "heads", "n.args[1] != last if has(n, steps.cut)", "True if has(n, steps.cut)"),
     Wrong("a norm is of rows of any length", "heads", "else shape(n)[-1:] == shape(below)[-1:]", "else True"),

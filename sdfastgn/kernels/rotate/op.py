@@ -2,14 +2,14 @@
 
 Formula, for x (A, B, C, D) and tables that broadcast to it, all operands fp32:
 
-    z = x / sqrt(mean(x^2) + eps) * weight        rounded to the dtype of x; without a weight, z is x
+    z = x / sqrt(mean(x^2) + eps) * weight + bias        rounded to the dtype of x; without a norm, z is x
     y[2i] = z[2i] * cos[2i] - z[2i + 1] * sin[2i]
     y[2i + 1] = z[2i + 1] * cos[2i + 1] + z[2i] * sin[2i + 1]
 
 With ``halves``, the elements i and i + D / 2 are a pair instead of 2i and 2i + 1. A table with D / 2 columns
 has one number for each pair. Without sin, the table cos has both numbers of each pair in turns. Without
 tables, y is z. y may be a part of a larger tensor. A row may have several heads: each is rotated by itself
-with the same tables, and the norm is that of the whole row.
+with the same tables, and the norm is that of the whole row. A LayerNorm subtracts the mean of the row before.
 
 On a GPU the kernel of ``rotate/kernels.py`` runs. Everywhere else, and if gradients are wanted,
 ``reference_rotate`` runs.
@@ -56,6 +56,8 @@ class RotateCall(NamedTuple):
     out: Annotated[Tensor | None, Operand("(A, B, C, D)", whole=None, same_dtype=True)]
     halves: bool
     heads: int
+    bias: Annotated[Tensor | None, Operand("(D,)")]
+    layer: bool
 
 
 def fits(D: int) -> bool:
@@ -76,13 +78,20 @@ def reference_rotate(
     eps: float = 0.0,
     halves: bool = False,
     heads: int = 1,
+    bias: Tensor | None = None,
+    layer: bool = False,
 ) -> Tensor:
     """Computes ``rotate`` in plain PyTorch, in fp32 or fp64, for calls that the kernel cannot run."""
     wide = torch.promote_types(x.dtype, torch.float32)
     D = x.shape[-1]
-    if weight is not None:
+    if weight is not None or layer:
         u = x.to(wide)
-        x = (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) * weight.to(wide)).to(x.dtype)
+        if layer:
+            u = u - u.mean(-1, keepdim=True)
+            u = u - u.mean(-1, keepdim=True)  # the rounding error of the first mean
+        u = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
+        u = u if weight is None else u * weight.to(wide)
+        x = (u if bias is None else u + bias.to(wide)).to(x.dtype)
     if cos is None:
         return x.contiguous()
     if sin is None:
@@ -130,8 +139,10 @@ def rotate(
     out: Tensor | None = None,
     halves: bool = False,
     heads: int = 1,
+    bias: Tensor | None = None,
+    layer: bool = False,
 ) -> Tensor:
-    """Rotates pairs of elements of each head of x, or of the RMS norm of each row of x.
+    """Rotates pairs of elements of each head of x, or of the norm of each row of x.
 
     Args:
         x: (A, B, C, heads * D). For example (samples, tokens, heads, channels of a head), or
@@ -139,13 +150,15 @@ def rotate(
         cos, sin: (A or 1, B or 1, C or 1, D or D / 2), with even D, the number of elements of a head. Both
             have the same last size. If sin is None, cos has D columns: cosine and sine of each pair in turns.
             If both are None, nothing is rotated.
-        weight: (heads * D,), the weight of the norm, or None for no norm.
-        eps: a number that is added to the mean of the squares of a row. Without a weight it is not used.
+        weight: (heads * D,), the weight of the norm, or None for no RMS norm.
+        eps: a number that is added to the mean of the squares of a row. Without a norm it is not used.
         out: memory for the result instead of new memory, such as a part of a larger tensor. It has the shape
             and dtype of x and contiguous rows, and shares no memory with the other arguments.
         halves: True if a pair is an element of the first half of a head, and the one at its place in the
             second half. False if a pair is two neighbors.
         heads: number of heads in a row. Each is rotated with the same numbers of the tables.
+        bias: (heads * D,), the bias of the norm, or None.
+        layer: True for a LayerNorm, with or without a weight, False for an RMS norm.
 
     Shapes: the result has the shape of x. It is ``out``, or a new contiguous tensor.
 
@@ -156,15 +169,16 @@ def rotate(
     Raises:
         TypeError: a tensor is not strided or has another dtype, or another argument has the wrong type.
         ValueError: a shape or a device does not fit, the rows of ``out`` are not contiguous, with halves
-            there is a table cos without sin, or a row does not have so many heads.
+            there is a table cos without sin, a row does not have so many heads, or there is a bias and no
+            norm.
     """
     if type(eps) is not float:
         eps = as_eps(_NAME, eps)
-    call = RotateCall(x, cos, sin, weight, eps, out, halves, heads)
+    call = RotateCall(x, cos, sin, weight, eps, out, halves, heads, bias, layer)
     found = _plans.run(_NAME, call, _check, _has_kernel)
     if found is not None:
         return found
-    y = reference_rotate(*call[:5], halves, heads)
+    y = reference_rotate(*call[:5], *call[6:])
     if out is not None:
         return out.copy_(y)
     return y.clone() if y is x else y
@@ -174,6 +188,8 @@ def _check_tables(name: str, call: RotateCall) -> None:
     x = call.x
     if x.dim() != 4:
         raise ValueError(f"{name}: x must be (A, B, C, D), got shape {tuple(x.shape)}")
+    if call.bias is not None and call.weight is None and not call.layer:
+        raise ValueError(f"{name}: with a bias, there must be a weight, or layer must be True")
     if not isinstance(call.heads, int):
         raise TypeError(f"{name}: heads must be an int, got {call.heads!r}")
     if call.heads < 1:

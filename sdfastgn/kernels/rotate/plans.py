@@ -54,6 +54,7 @@ class RotatePlan:
             rows=rows, B=self.shape[order[1]], C=self.shape[order[2]], eps=call.eps,
             **numbers,
             D=D, HEAD=head, VECTOR=vector, TABLE_VECTOR=table_vector,
+            KIND="layer" if call.layer else "none" if call.weight is None else "rms",
             HALVES=call.halves, SHARED=head // tables[0].shape[-1] if tables else 1,
             COS_STEP=steps[0][3], SIN_STEP=steps[1][3],
             BLOCK_R=block_r, BLOCK_D=block_d,
@@ -61,9 +62,9 @@ class RotatePlan:
 
     def run(self, call: RotateCall) -> Tensor:
         """Launch the kernel, and return y."""
-        x, cos, sin, weight, _, out, *_ = call
+        x, out = call.x, call.out
         y = x.new_empty_strided(self.shape, self.strides) if out is None else out
-        self.launch.run(x, cos, sin, weight, y)
+        self.launch.run(x, call.cos, call.sin, call.weight, call.bias, y)
         return y
 
 

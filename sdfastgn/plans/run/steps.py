@@ -668,15 +668,17 @@ def rotate(
     eps: float = 0.0,
     halves: bool = False,
     heads: int = 1,
+    bias: Tensor | None = None,
+    layer: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """RMS norm and rotary embedding of rows of heads: see ``rotate``.
+    """Norm and rotary embedding of rows of heads: see ``rotate``.
 
     ``cos`` may be complex. It then has both numbers, and there is no ``sin``.
     """
     if cos is not None and cos.is_complex():
         cos = torch.view_as_real(cos.resolve_conj()).flatten(-2)
-    return rotate_op.rotate(x, cos, sin, weight, eps, out, halves, heads)
+    return rotate_op.rotate(x, cos, sin, weight, eps, out, halves, heads, bias, layer)
 
 
 def join_heads(parts: Sequence[Sequence[Any]]) -> Tensor:
@@ -684,8 +686,8 @@ def join_heads(parts: Sequence[Sequence[Any]]) -> Tensor:
     B, _, H, D = parts[0][0].shape
     y = parts[0][0].new_empty((B, sum(x.shape[1] for x, *_ in parts), H, D))
     at = 0
-    for x, cos, sin, weight, eps, halves, heads in parts:
-        rotate(x, cos, sin, weight, eps, halves, heads, y.narrow(1, at, x.shape[1]))
+    for x, cos, sin, weight, eps, halves, heads, bias, layer in parts:
+        rotate(x, cos, sin, weight, eps, halves, heads, bias, layer, y.narrow(1, at, x.shape[1]))
         at += x.shape[1]
     return y
 

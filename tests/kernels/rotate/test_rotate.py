@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from sdfastgn.kernels.rotate.op import rotate
 from tests.kernels.samples import BOUNDS, DTYPES, HALVES, PLACES, error, kernels
@@ -39,18 +40,23 @@ def truth(x, cos, sin, weight=None, eps=0.0, halves=False):
     return y
 
 
-def truth_of_heads(x, cos, sin, weight, eps, halves, heads):
+def truth_of_heads(x, cos, sin, weight, eps, halves, heads, bias=None, layer=False):
     """The norm of whole rows, and then the rotation of each head."""
-    x = x.double() if weight is None else normed(x, weight, eps)
+    if layer:
+        x = F.layer_norm(x.double(), x.shape[-1:], None if weight is None else weight.double(), None, eps)
+    else:
+        x = x.double() if weight is None else normed(x, weight, eps)
+    x = x if bias is None else x + bias.double()
     return torch.cat([truth(part, cos, sin, None, 0.0, halves) for part in x.chunk(heads, -1)], -1)
 
 
-def check(x, cos, sin, weight=None, eps=0.0, out=None, roundings=1, halves=False, heads=1):
+def check(x, cos, sin, weight=None, eps=0.0, out=None, roundings=1, halves=False, heads=1, **norm):
     with kernels(direct=True):
-        y = rotate(x, cos, sin, weight, eps, out, halves, heads)
+        y = rotate(x, cos, sin, weight, eps, out, halves, heads, **norm)
     assert (y.shape, y.dtype, y.is_contiguous()) == (x.shape, x.dtype, out is None)
     assert out is None or y is out
-    assert error(y, truth_of_heads(x, cos, sin, weight, eps, halves, heads)) < roundings * BOUNDS[x.dtype]
+    expected = truth_of_heads(x, cos, sin, weight, eps, halves, heads, **norm)
+    assert error(y, expected) < roundings * BOUNDS[x.dtype]
     return y
 
 
@@ -191,6 +197,28 @@ def test_rows_that_share_a_row_of_the_tables_follow_each_other(heads, together, 
     assert places[together] > 0
 
 
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("shape", [(2, 5, 3, 16), (1, 7, 2, 10), (1, 33, 4, 130), (1, 1, 1, 8194)])
+def test_layer_norm(shape, halves, device):
+    x, cos, sin = drawn(shape, device=device)
+    weight, bias = (torch.randn(shape[-1], device=device) for _ in range(2))
+    for parameters in ((None, None), (weight, None), (None, bias), (weight, bias)):
+        for tables in ((cos, sin), (None, None)):
+            check(x, *tables, parameters[0], 1e-5, halves=halves, bias=parameters[1], layer=True)
+        plain = rotate(x, cos, sin, parameters[0], 1e-5, None, halves, bias=parameters[1], layer=True)
+        expected = truth_of_heads(x, cos, sin, parameters[0], 1e-5, halves, 1, parameters[1], True)
+        assert error(plain, expected) < BOUNDS[x.dtype]
+    check(x, cos, sin, weight, 1e-5, halves=halves, bias=bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_of_a_mean_far_from_zero(dtype, device):
+    x, cos, sin = drawn((2, 5, 3, 16), dtype, device)
+    x = x + 100
+    for halves in (False, True):
+        check(x, cos, sin, None, 1e-6, roundings=3, halves=halves, layer=True)
+
+
 # ---- into a part of a larger tensor
 
 
@@ -276,6 +304,9 @@ WRONG = [
     ((X, X, X, None, 0.0, X.repeat(1, 1, 1, 2)[..., ::2]), ValueError, "rows of out must be contiguous"),
     ((X, X, None, None, 0.0, None, True), ValueError, "with halves, sin must be a tensor, got None"),
     ((X, X, X, None, 0.0, None, 1), TypeError, "halves must be"),
+    ((X, X, X, None, 0.0, None, False, 1, X[0, 0, 0]), ValueError, "with a bias, there must be a weight"),
+    ((X, X, X, None, 0.0, None, False, 1, X, True), ValueError, r"bias must have shape \(8,\)"),
+    ((X, X, X, None, 0.0, None, False, 1, None, 1), TypeError, "layer must be"),
     ((X, X, X, None, 0.0, None, False, 0), ValueError, "heads must be at least 1, got 0"),
     ((X, None, None, X[0, 0, 0], 0.0, None, False, 0), ValueError, "heads must be at least 1, got 0"),
     ((X, X, X, None, 0.0, None, False, "2"), TypeError, "heads must be"),

@@ -137,13 +137,13 @@ def test_heads_before_tokens(moved):
     "norm",
     [
         lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
-        lambda x, w: rms(x, w) + w,
         lambda x, w: rms(x, w) * 2,
         lambda x, w: (
             rms(x.transpose(*SWAP).flatten(2), w.repeat(IMAGE)).unflatten(2, (IMAGE, D)).transpose(*SWAP)
         ),
         lambda x, w: rms(x.mT, w[:1]).mT,
-        lambda x, w: F.layer_norm(x, (D,), w),
+        lambda x, w: F.layer_norm(x, (H, D)) * w,
+        lambda x, w: F.layer_norm(x, (D,)) * 2,
         lambda x, w: F.normalize(x, dim=-1) * w,
         lambda x, w: rms(x, w).relu(),
     ],
@@ -152,6 +152,31 @@ def test_other_norms_stay_steps_of_their_own(norm):
     found = plan(lambda w, x, c, s: rotated(norm(x, w[0]), c, s), image, cos[:, :IMAGE], sin[:, :IMAGE])
     assert "rotate" in found.steps
     assert len(found.steps) > 1
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x, w: F.layer_norm(x, (D,), eps=1e-5),
+        lambda x, w: F.layer_norm(x, (D,), w),
+        lambda x, w: F.layer_norm(x, (D,), w, w),
+        lambda x, w: F.layer_norm(x.float(), (D,), w.float()).type_as(x),
+        lambda x, w: rms(x, w) + w,
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_norms_and_biases(norm, dtype):
+    """Before a rotation, before attention, and in a part of joined heads."""
+    w = nn.Parameter(torch.randn(D, dtype=dtype))
+    c, s = cos[:, :IMAGE], sin[:, :IMAGE]
+    x, y = image.to(dtype), text.to(dtype)
+    found = checked(lambda x, c, s: rotated(norm(x.transpose(*SWAP), w).transpose(*SWAP), c, s), x, c, s)
+    assert without_casts(found) == ["rotate"]
+    found = checked(lambda x: attend(norm(x, w), x, x), x)
+    assert without_casts(found) == ["rotate", "attention"]
+    found = checked(lambda x, y: torch.cat([norm(x, w), y], 1), x, y)
+    assert parts_of(found)[0][1:] == ["copy"]
+    assert without_casts(found) == ["join_heads"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -168,7 +193,7 @@ def test_a_norm_of_all_heads_of_a_token(norm, turn, halves, dtype):
 
     found = checked(call, image.flatten(2).to(dtype), cos[:, :IMAGE], sin[:, :IMAGE])
     assert without_casts(found) == ["rotate", "aten.mul"]
-    assert found.only(steps.rotate).args[4:] == (pytest.approx(1e-6), halves, H)
+    assert found.only(steps.rotate).args[4:7] == (pytest.approx(1e-6), halves, H)
 
 
 @pytest.mark.parametrize(

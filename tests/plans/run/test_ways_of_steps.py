@@ -46,6 +46,7 @@ KERNELS = {
     "rotate-norm": ["rotate"],
     "rotate-halves": ["rotate"],
     "rotate-heads": ["rotate"],
+    "rotate-layer-norm": ["rotate"],
     "join-heads": ["rotate"] * 3,
 }
 
