@@ -238,12 +238,14 @@ def _modulated(shape, dtype):
         ada_norm(x, x, modulation, None, layer, modulation, modulation, plus_one=True)
         ada_norm(x, x, modulation, rms, rms, modulation, tanh=True, plus_one=True)
     ada_norm(x, x, modulation, None, RowNorm("layer", x[0, 0], x[0, 0]))
+    ada_norm(x, x, modulation, RowNorm("none", None, x[0, 0]))
     ada_norm(x, x, modulation)
     ada_norm(x, norm=rms)
     if shape[2] % 64 == 0:
         heads = x.view(*shape[:2], -1, 64)
         table = torch.empty((1, shape[1], 1, 64))
         rotate(heads, table, table)
+        rotate(heads, table, table, halves=True)
         rotate(heads, table[..., ::2], table[..., 1::2])
         weight = torch.empty(64, dtype=dtype)
         rotate(heads, table, table, weight, out=torch.empty_like(heads))
@@ -251,6 +253,13 @@ def _modulated(shape, dtype):
         rotate(heads, table, None, weight)
         rotate(heads, None, None, weight)
         rotate(heads, None, None)
+        for halves in (False, True):
+            rotate(heads, table, table, halves=halves, layer=True)
+            rotate(heads, table, table, weight, halves=halves, bias=weight, layer=True)
+        row = heads.view(*shape[:2], 1, -1)
+        for halves in (False, True):
+            rotate(row, table, table, x[0, 0], halves=halves, heads=shape[2] // 64)
+        rotate(row, table, None, x[0, 0], heads=shape[2] // 64)
 
 
 def _few_rows(shape, dtype):

@@ -833,6 +833,49 @@ calls(
     },
 )
 calls(
+    "CogView4Transformer2DModel",
+    {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "text_embed_dim": 24,
+        "time_embed_dim": 16,
+        "condition_dim": 8,
+    },
+    forward={
+        "hidden_states": (2, 4, 8, 8),
+        "encoder_hidden_states": (2, 7, 24),
+        "timestep": torch.tensor([1.0, 1.0]),
+        "original_size": (2, 2),
+        "target_size": (2, 2),
+        "crop_coords": (2, 2),
+    },
+)
+calls(
+    "CosmosTransformer3DModel",
+    {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "mlp_ratio": 2,
+        "text_embed_dim": 24,
+        "adaln_lora_dim": 4,
+        "max_size": (4, 32, 32),
+        "concat_padding_mask": False,
+        "extra_pos_embed_type": None,
+    },
+    forward={
+        "hidden_states": (1, 4, 2, 8, 8),
+        "encoder_hidden_states": (1, 7, 24),
+        "timestep": torch.tensor([1.0]),
+        "fps": 30,
+    },
+)
+calls(
     "ChromaTransformer2DModel",
     {
         **FLUX,

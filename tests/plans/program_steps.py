@@ -902,15 +902,20 @@ torch.stack([-{x1}, {x0}], -1).flatten(-2) * {s} + {c} * {x}
 {x} * {c} - torch.stack([-{x1}, {x0}], -1).flatten(-2) * {s}
 {x} * {c} + torch.stack([-{x0}, {x1}], -1).flatten(-2) * {s}
 {x} * {c} + torch.cat([-{x1}, {x0}], -1) * {s}
+{x} * {c} + torch.cat([-{h1}, {h0}], -1) * {s}
+{c} * {x} + {s} * torch.cat([-{h1}, {h0}], -1)
+{x} * {c} + torch.cat([-{h0}, {h1}], -1) * {s}
+{x} * {c} - torch.cat([-{h1}, {h0}], -1) * {s}
 torch.stack([{x0} * {c} - {x1} * {s}, {x0} * {s} + {x1} * {c}], -1).flatten(-2)
 """
 
 
 @step(TOKENS, 2)
 def rotated(p: Program, x: str) -> None:
-    """Pairs of neighboring elements of heads, or of whole rows, are rotated."""
+    """Pairs of neighbors or of halves of heads, or of whole rows, are rotated; sometimes after a norm."""
     N, S, _ = p.shape(x)
-    heads = p.let(f"{x}.unflatten(-1, (2, -1))") if p.chance(0.7) else x
+    normed = p.let(_norm_of_rows(p, x)) if p.chance(0.3) else x
+    heads = p.let(f"{normed}.unflatten(-1, (2, -1))") if p.chance(0.7) else x
     D = p.shape(heads)[-1]
     if D % 2:
         return
@@ -920,7 +925,9 @@ def rotated(p: Program, x: str) -> None:
     columns = D // 2 if "{x0} * {c}" in text else D
     size = (1, S, 1, columns) if heads != x else (1, S, columns)
     c, s = (p.tensor(*p.choice(size, size, (N, *size[1:]))) for _ in range(2))
-    y = p.let(text.format(x=heads, x0=x0, x1=x1, c=c, s=s))
+    split = p.choice("{}.chunk(2, -1)[{}]", "{}.unflatten(-1, (2, -1)).unbind(-2)[{}]")
+    h0, h1 = (split.format(heads, i) for i in (0, 1))
+    y = p.let(text.format(x=heads, x0=x0, x1=x1, h0=h0, h1=h1, c=c, s=s))
     p.add(p.let(f"{y}.reshape({p.shape(x)})"))
 
 
@@ -996,6 +1003,11 @@ def modulated_tokens(p: Program, x: str) -> None:
     y = p.other(x)
     if p.chance(0.3):
         y = p.let(_norm_of_rows(p, y))
+    elif p.chance(0.3):
+        part = f"torch.cat([{y}, {x}], 1)[:, 1:{S + 1}]"
+        y = p.let(f"F.linear({part}, {p.tensor(C, C, scale=C**-0.5)}, {p.tensor(C)})")
+        if p.chance(0.1):
+            p.add(y)
     gate, factor, offset = (_modulation(p, N, S, C) for _ in range(3))
     total = p.one_of(GATED_SUMS, x=x, y=y, gate=gate)
     total = p.let(cast(p, p.let(total)) if p.chance(0.15) else total)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sdfastgn.models.configurations import UNETS, VAES, VIDEO_NETWORKS
-from sdfastgn.plans.run.aliases import copies
+from sdfastgn.plans.run.aliases import adds_bias_apart, copies
 from tests.plans.engine import plan_of
 from tests.plans.models import of_diffusers
 
@@ -49,6 +49,12 @@ def decoder(cls: str, *shape: int, dtype: torch.dtype = torch.bfloat16, **settin
     return Network(cls, settings, dtype, "decode", {"z": shape})
 
 
+def transformer(name: str, few: dict[str, Any], **inputs: Any) -> Network:
+    """The transformer ``name`` with the layers in ``few``: the others would move as many bytes each."""
+    network = VIDEO_NETWORKS[name]["transformer"]
+    return Network(network.cls, {**network.config, **few}, torch.bfloat16, "forward", inputs)
+
+
 CONDITIONS = {"added_cond_kwargs": {"text_embeds": (2, 1280), "time_ids": (2, 6)}}
 DC = {
     f"{part}_block_types": ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3 for part in ("encoder", "decoder")
@@ -73,6 +79,19 @@ HUNYUAN_IMAGE = {
     "layers_per_block": 2,
     "spatial_compression_ratio": 32,
     "sample_size": 384,
+}
+COGVIEW4 = {
+    "patch_size": 2,
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_layers": 2,
+    "attention_head_dim": 128,
+    "num_attention_heads": 32,
+    "text_embed_dim": 4096,
+    "time_embed_dim": 512,
+    "condition_dim": 256,
+    "pos_embed_max_size": 128,
+    "sample_size": 128,
 }
 SVD = VIDEO_NETWORKS["svd"]["vae"]
 NETWORKS = {
@@ -114,6 +133,33 @@ NETWORKS = {
     "KVAE, decode 1024x1024": decoder("AutoencoderKLKVAE", 1, 16, 128, 128),
     "HunyuanImage, decode 1024x1024": decoder("AutoencoderKLHunyuanImage", 1, 64, 32, 32, **HUNYUAN_IMAGE),
     "Kandinsky 6, decode 5x512x512": decoder("Kandinsky6SRVAE", 1, 64, 2, 32, 32),
+    "SD3.5, transformer 1024x1024, 2 layers, batch 2": transformer(
+        "sd35",
+        {"num_layers": 2, "dual_attention_layers": (0,)},
+        hidden_states=(2, 16, 128, 128),
+        encoder_hidden_states=(2, 333, 4096),
+        pooled_projections=(2, 2048),
+        timestep=(2,),
+    ),
+    "Wan, transformer 33x480x832, 2 layers": transformer(
+        "wan",
+        {"num_layers": 2},
+        hidden_states=(1, 16, 9, 60, 104),
+        timestep=(1,),
+        encoder_hidden_states=(1, 512, 4096),
+    ),
+    "CogView4, transformer 1024x1024, 2 layers": Network(
+        "CogView4Transformer2DModel",
+        COGVIEW4,
+        torch.bfloat16,
+        "forward",
+        {
+            "hidden_states": (1, 16, 128, 128),
+            "encoder_hidden_states": (1, 224, 4096),
+            "timestep": (1,),
+            **dict.fromkeys(("original_size", "target_size", "crop_coords"), (1, 2)),
+        },
+    ),
 }
 
 
@@ -140,6 +186,9 @@ def measured(network: Network) -> dict[str, Any]:
     for n in filter(copies, plan.graph.nodes):
         found["reshape that copies"][0] += 1
         found["reshape that copies"][1] += 2 * math.prod(n.meta["shape"]) * n.meta["dtype"].itemsize
+    for n in filter(adds_bias_apart, plan.graph.nodes):
+        found["bias apart"][0] += 1
+        found["bias apart"][1] += 2 * math.prod(n.meta["shape"]) * n.meta["dtype"].itemsize
     return {
         "steps": sum(count for count, _ in found.values()),
         "bytes": sum(size for _, size in found.values()),

@@ -32,6 +32,7 @@ PLANNED = [
     *("FluxTransformer2DModel", "Flux2Transformer2DModel", "ChromaTransformer2DModel"),
     *("SD3Transformer2DModel", "QwenImageTransformer2DModel", "ZImageTransformer2DModel"),
     *("LTXVideoTransformer3DModel", "WanTransformer3DModel", "HunyuanVideoTransformer3DModel"),
+    *("CogView4Transformer2DModel", "CosmosTransformer3DModel"),
 ]
 # Steps that some of them must have, by model.
 STEPS = {
@@ -39,6 +40,9 @@ STEPS = {
     "Flux2Transformer2DModel": {"add_linear_": 1, "gated": 3},
     "ChromaTransformer2DModel": {"add_linear_": 1},
     "ZImageTransformer2DModel": {"gated": 4},
+    "WanTransformer3DModel": {"rotate": 4},
+    "CogView4Transformer2DModel": {"join_heads": 4},
+    "CosmosTransformer3DModel": {"rotate": 8},
 }
 
 

@@ -9,7 +9,7 @@ Tensors. All except x may be None:
 - ``x``, ``branch``: (B, S, D), fp16, bf16 or fp32, with contiguous rows;
 - ``gate``, ``factor``, ``offset``: (B, S, D), with contiguous rows. A stride is 0 where one element is used
   for all samples or for all rows;
-- ``branch_weight``, ``weight``, ``bias``: (D,);
+- ``branch_weight``, ``branch_bias``, ``weight``, ``bias``: (D,);
 - ``total``, ``y``: (B, S, D), contiguous, in the dtype of x;
 - ``scales``: (B, S), contiguous, fp32. With them y is in E4M3, with a scale for each row
   (``kernels/quantize_rows``).
@@ -66,8 +66,8 @@ def _tanh(v):
     ]
 )  # fmt: skip
 def _ada_norm_kernel(
-    x_ptr, branch_ptr, gate_ptr, branch_weight_ptr, weight_ptr, bias_ptr, factor_ptr, offset_ptr, total_ptr,
-    y_ptr, scales_ptr,
+    x_ptr, branch_ptr, gate_ptr, branch_weight_ptr, branch_bias_ptr, weight_ptr, bias_ptr, factor_ptr,
+    offset_ptr, total_ptr, y_ptr, scales_ptr,
     rows, S, branch_eps, eps, x_sample, x_row, branch_sample, branch_row, gate_sample, gate_row,
     factor_sample, factor_row, offset_sample, offset_row,
     D: tl.constexpr, VECTOR: tl.constexpr, BRANCH_NORM: tl.constexpr, KIND: tl.constexpr,
@@ -94,8 +94,10 @@ def _ada_norm_kernel(
         b = tl.load(branch_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if BRANCH_NORM:
             b = _over_root_mean_square(b, branch_eps, D, WIDE)
-            if branch_weight_ptr is not None:
-                b *= tl.load(branch_weight_ptr + columns, mask=in_row, other=0.0).to(tl.float32)
+        if branch_weight_ptr is not None:
+            b *= tl.load(branch_weight_ptr + columns, mask=in_row, other=0.0).to(tl.float32)
+        if branch_bias_ptr is not None:
+            b += tl.load(branch_bias_ptr + columns, mask=in_row, other=0.0).to(tl.float32)
         if gate_ptr is not None:
             at = _at(sample, row, gate_sample, gate_row, c, VECTOR)
             g = tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32)

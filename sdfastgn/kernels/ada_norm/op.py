@@ -5,9 +5,10 @@ Formula, for x and branch (B, S, D), with a sum or without (without it, total is
     total = x + gate * branch'        rounded to the dtype of x
     y = norm(total) * factor + offset
 
-branch' is the branch, or its RMS norm times ``branch_weight``. norm is a LayerNorm or an RMS norm of each
-row, with or without weight and bias. The gate may be tanh(gate), and the factor 1 + factor. Each part except
-x may be missing. ``ada_norm_in_e4m3`` writes y in E4M3, with a scale for each row (``quantize_rows/op.py``).
+branch' is the branch or its RMS norm, with or without weight and bias. norm is a LayerNorm or an RMS norm of
+each row, with or without weight and bias. The gate may be tanh(gate), and the factor 1 + factor. Each part
+except x may be missing. ``ada_norm_in_e4m3`` writes y in E4M3, with a scale for each row
+(``quantize_rows/op.py``).
 
 On a GPU the kernel of ``ada_norm/kernels.py`` runs. Everywhere else, for rows that are too long for the
 kernel, and if gradients are wanted, ``reference_ada_norm`` runs.
@@ -32,12 +33,15 @@ from sdfastgn.kernels.quantize_rows.op import reference_quantize_rows
 
 __all__ = ["AdaNormCall", "Norm", "ada_norm", "ada_norm_in_e4m3", "reference_ada_norm"]
 
-# Norms of a row. "none": no y is computed.
+# Norms of a row. "none": a row is not normalized. Without a norm of the sum, no y is computed.
 _KINDS = ("layer", "rms", "none")
 
 
 class Norm(NamedTuple):
-    """A norm of each row: ``kind`` is "layer" or "rms"; weight and bias are (D,) or None."""
+    """A norm of each row: ``kind`` is "layer" or "rms"; weight and bias are (D,) or None.
+
+    For a branch it may be "none": only weight and bias, such as the bias of the product that the branch is.
+    """
 
     kind: str
     weight: Tensor | None = None
@@ -67,6 +71,7 @@ class AdaNormCall(NamedTuple):
     branch: _Rows
     gate: _PerRow
     branch_weight: _PerColumn
+    branch_bias: _PerColumn
     weight: _PerColumn
     bias: _PerColumn
     factor: _PerRow
@@ -117,7 +122,7 @@ def _normalized(u: Tensor, norm: Norm) -> Tensor:
     if norm.kind == "layer":
         u = u - u.mean(-1, keepdim=True)
         u = u - u.mean(-1, keepdim=True)  # the rounding error of the first mean
-    y = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + norm.eps)
+    y = u if norm.kind == "none" else u * torch.rsqrt(u.square().mean(-1, keepdim=True) + norm.eps)
     y = y if norm.weight is None else y * norm.weight.to(u.dtype)
     return y if norm.bias is None else y + norm.bias.to(u.dtype)
 
@@ -163,8 +168,9 @@ def ada_norm(
         x: (B, S, D).
         branch: a tensor of the shape, dtype and device of x, or None for no sum.
         gate: (B or 1, S or 1, D), or None. It multiplies the branch, after ``branch_norm``.
-        branch_norm: an RMS norm of the branch, without bias, or None.
-        norm: the norm of the sum, or of x if there is no sum. None: only the sum is computed.
+        branch_norm: an RMS norm of the branch, or a Norm of the kind "none", or None.
+        norm: a LayerNorm or an RMS norm of the sum, or of x if there is no sum. None: only the sum is
+            computed.
         factor, offset: (B or 1, S or 1, D), or None. They multiply the norm, and are then added to it.
         tanh: the gate is tanh(gate).
         plus_one: the factor is 1 + factor.
@@ -234,12 +240,13 @@ def _call_of(
     for label, each in (("branch_norm", branch_norm), ("norm", norm)):
         if each is not None and not isinstance(each, Norm):
             raise TypeError(f"{_NAME}: {label} must be a Norm or None, got {each!r}")
-    if branch_norm is not None and (branch_norm.kind != "rms" or branch_norm.bias is not None):
-        raise ValueError(f"{_NAME}: branch_norm must be of the kind 'rms' without bias, got {branch_norm!r}")
-    inner = branch_norm or Norm("rms")
-    outer = norm or Norm("none")
-    operands = x, branch, gate, inner.weight, outer.weight, outer.bias, factor, offset
-    return AdaNormCall(*operands, branch_norm is not None, inner.eps, outer.kind, outer.eps, *flags)
+    if branch_norm is not None and branch_norm.kind not in ("rms", "none"):
+        raise ValueError(f"{_NAME}: branch_norm must be of the kind 'rms' or 'none', got {branch_norm!r}")
+    if norm is not None and norm.kind == "none":
+        raise ValueError(f"{_NAME}: norm must be of the kind 'layer' or 'rms', got {norm!r}")
+    inner, outer = (each or Norm("none") for each in (branch_norm, norm))
+    operands = x, branch, gate, inner.weight, inner.bias, outer.weight, outer.bias, factor, offset
+    return AdaNormCall(*operands, inner.kind == "rms", inner.eps, outer.kind, outer.eps, *flags)
 
 
 def _check_operands(name: str, call: AdaNormCall) -> None:
@@ -248,7 +255,8 @@ def _check_operands(name: str, call: AdaNormCall) -> None:
         raise ValueError(f"{name}: x must be (B, S, D), got shape {tuple(x.shape)}")
     if call.branch is None and call.kind == "none":
         raise ValueError(f"{name}: there is nothing to compute without a branch and without a norm")
-    if call.branch is None and (call.gate is not None or call.normalizes_branch):
+    of_branch = call.gate, call.branch_weight, call.branch_bias
+    if call.branch is None and (call.normalizes_branch or any(t is not None for t in of_branch)):
         raise ValueError(f"{name}: gate and branch_norm need a branch")
     if call.kind == "none" and not (call.factor is call.offset is None and call.keeps_total):
         raise ValueError(f"{name}: factor, offset and keeps_total=False need a norm")

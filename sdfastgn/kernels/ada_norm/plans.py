@@ -54,5 +54,5 @@ class AdaNormPlan:
             scales = x.new_empty_strided(self.shape[:2], (self.shape[1], 1), dtype=torch.float32)
         elif self.has_y:
             y = x.new_empty_strided(self.shape, self.strides)
-        self.launch.run(*call[:8], total, y, scales)
+        self.launch.run(*call[:9], total, y, scales)
         return total, y, scales

@@ -1,11 +1,11 @@
-"""The Triton kernel of ``rotate``: rows are normalized, and pairs of their neighboring elements are rotated.
+"""The Triton kernel of ``rotate``: rows are normalized, and pairs of their elements are rotated.
 
 A program has some whole rows in registers. Tensors:
 
 - ``x``, ``y``: (A, B, C, D), fp16, bf16 or fp32, with contiguous rows;
-- ``cos``, ``sin``: (A, B, C, D) or (A, B, C, D / 2), of any strides. A stride is 0 where one element is used
-  along a whole axis. Without ``sin``, ``cos`` has both numbers of each pair. None: rows are not rotated;
-- ``weight``: (D,). None: rows are not normalized.
+- ``cos``, ``sin``: (A, B, C, HEAD) or (A, B, C, HEAD / 2), of any strides. A stride is 0 where one element is
+  used along a whole axis. Without ``sin``, ``cos`` has both numbers of each pair. None: rows are not rotated;
+- ``weight``, ``bias``: (D,), of the norm. Each may be None.
 
 Strides of x and y are in units of ``VECTOR`` elements, and strides of tables in units of ``TABLE_VECTOR``.
 The kernel multiplies them by the unit, so the compiler knows that products are multiples, and loads vectors.
@@ -24,6 +24,19 @@ from triton.language.extra.cuda import gdc_wait
 from sdfastgn.kernels.common.sums import inverse_deviation
 
 
+@triton.jit
+def _normalized(x, mean, rest, factor, weight_ptr, bias_ptr, at, mask, LAYER: tl.constexpr):
+    """The elements x of rows, normalized. ``at``: their columns. ``rest``: the rounding error of the mean."""
+    if LAYER:
+        x = x - mean - rest
+    x = x * factor
+    if weight_ptr is not None:
+        x *= tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return x
+
+
 @triton.jit(
     do_not_specialize=[
         "rows", "B", "C", "eps", "x_a", "x_b", "x_c", "cos_a", "cos_b", "cos_c", "sin_a", "sin_b", "sin_c",
@@ -31,16 +44,18 @@ from sdfastgn.kernels.common.sums import inverse_deviation
     ]
 )  # fmt: skip
 def _rotate_kernel(
-    x_ptr, cos_ptr, sin_ptr, weight_ptr, y_ptr,
+    x_ptr, cos_ptr, sin_ptr, weight_ptr, bias_ptr, y_ptr,
     rows, B, C, eps, x_a, x_b, x_c, cos_a, cos_b, cos_c, sin_a, sin_b, sin_c, y_a, y_b, y_c,
-    D: tl.constexpr, VECTOR: tl.constexpr, TABLE_VECTOR: tl.constexpr, SHARED: tl.constexpr,
-    COS_STEP: tl.constexpr, SIN_STEP: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, HEAD: tl.constexpr, VECTOR: tl.constexpr, TABLE_VECTOR: tl.constexpr,
+    SHARED: tl.constexpr, COS_STEP: tl.constexpr, SIN_STEP: tl.constexpr, HALVES: tl.constexpr,
+    KIND: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Computes ``BLOCK_R`` rows of y.
 
-    ``SHARED``: number of neighboring elements of x for which a table has one number. ``COS_STEP``,
-    ``SIN_STEP``: distance of neighbors in a row of the table.
+    ``HEAD``: number of elements that are rotated together. A row has one or several such heads. ``HALVES``:
+    True if a pair has an element of each half of a head, False if it has neighbors. ``SHARED``: number of
+    elements of a pair for which a table has one number. ``COS_STEP``, ``SIN_STEP``: distance of neighbors in
+    a row of the table. ``KIND``: of the norm, "rms", "layer" or "none".
     """
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -50,23 +65,42 @@ def _rotate_kernel(
     a = (r // C // B).to(tl.int64)
     if PDL:
         gdc_wait()
-    x = tl.load(x_ptr + ((a * x_a + b * x_b + c * x_c) * VECTOR + d), mask=mask, other=0.0).to(tl.float32)
-    if weight_ptr is not None:
-        # The offsets have the tile's shape, so each thread loads the weights that it needs.
-        weight = tl.load(weight_ptr + (d + r * 0), mask=mask, other=0.0).to(tl.float32)
-        x = x * inverse_deviation(tl.sum(x * x, 1, keep_dims=True) / D, eps) * weight
+    x_ptr += (a * x_a + b * x_b + c * x_c) * VECTOR
+    x = tl.load(x_ptr + d, mask=mask, other=0.0).to(tl.float32)
+    # With offsets of the shape of the tile, each thread loads the numbers of its own elements.
+    start, e = (d // HEAD * HEAD, d % HEAD) if HEAD < D else (0, d)
+    other = start + (d + HEAD // 2) % HEAD + r * 0
+    if KIND != "none":
+        u, mean, rest = x, 0.0, 0.0
+        if KIND == "layer":
+            mean = tl.sum(x, 1, keep_dims=True) / D
+            rest = tl.sum(tl.where(mask, x - mean, 0.0), 1, keep_dims=True) / D
+            u = tl.where(mask, x - mean - rest, 0.0)
+        factor = inverse_deviation(tl.sum(u * u, 1, keep_dims=True) / D, eps)
+        x = _normalized(x, mean, rest, factor, weight_ptr, bias_ptr, d + r * 0, mask, KIND == "layer")
         x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
     if cos_ptr is not None:
-        u, v = tl.split(tl.reshape(x, (BLOCK_R, BLOCK_D // 2, 2)))
-        at = (a * cos_a + b * cos_b + c * cos_c) * TABLE_VECTOR + d // SHARED * COS_STEP
+        column = d % (HEAD // SHARED) if HALVES else e // SHARED
+        at = (a * cos_a + b * cos_b + c * cos_c) * TABLE_VECTOR + column * COS_STEP
         cos = tl.load(cos_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if HALVES:
+            turned = tl.load(x_ptr + other, mask=mask, other=0.0).to(tl.float32)
+            if KIND != "none":
+                turned = _normalized(
+                    turned, mean, rest, factor, weight_ptr, bias_ptr, other, mask, KIND == "layer"
+                )
+                turned = turned.to(x_ptr.dtype.element_ty).to(tl.float32)
+            turned = tl.where(e < HEAD // 2, -turned, turned)
+        else:
+            u, v = tl.split(tl.reshape(x, (BLOCK_R, BLOCK_D // 2, 2)))
+            turned = tl.reshape(tl.join(-v, u), (BLOCK_R, BLOCK_D))
         if sin_ptr is None:
             cos_of, sin_of = tl.split(tl.reshape(cos, (BLOCK_R, BLOCK_D // 2, 2)))
             x = tl.join(u * cos_of - v * sin_of, v * cos_of + u * sin_of)
             x = tl.reshape(x, (BLOCK_R, BLOCK_D))
         else:
-            at = (a * sin_a + b * sin_b + c * sin_c) * TABLE_VECTOR + d // SHARED * SIN_STEP
+            at = (a * sin_a + b * sin_b + c * sin_c) * TABLE_VECTOR + column * SIN_STEP
             sin = tl.load(sin_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            x = x * cos + tl.reshape(tl.join(-v, u), (BLOCK_R, BLOCK_D)) * sin
+            x = x * cos + turned * sin
     y = y_ptr + ((a * y_a + b * y_b + c * y_c) * VECTOR + d)
     tl.store(y, x.to(y_ptr.dtype.element_ty), mask=mask)

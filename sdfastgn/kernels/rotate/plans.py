@@ -14,6 +14,10 @@ from sdfastgn.kernels.rotate.op import RotateCall
 
 # Number of elements of a program. With four warps, each lane has two 16-byte loads of 16-bit elements.
 _ELEMENTS = 2048
+# Number of warps of a program, except for long rows.
+_WARPS = 4
+# Number of elements of a row for each warp. With twice as many, registers did not suffice.
+_MOST_OF_A_WARP = 1024
 
 
 class RotatePlan:
@@ -25,7 +29,7 @@ class RotatePlan:
         x, out = call.x, call.out
         _, B, C, D = self.shape = tuple(x.shape)
         self.strides = (B * C * D, C * D, D, 1)
-        rows = math.prod(self.shape[:3])
+        rows, head = math.prod(self.shape[:3]), D // call.heads
         tables = [t for t in (call.cos, call.sin) if t is not None]
         steps = [_strides(t) for t in tables] + [(0, 0, 0, 1)] * (2 - len(tables))
         strides = {"x": _strides(x), "y": self.strides if out is None else _strides(out)}
@@ -45,20 +49,22 @@ class RotatePlan:
         block_d = max(2, next_power_of_2(D))
         block_r = max(1, min(_ELEMENTS // block_d, next_power_of_2(rows)))
         self.launch = Launch(
-            kernels._rotate_kernel, ceil_div(rows, block_r), 4,
+            kernels._rotate_kernel, ceil_div(rows, block_r), max(_WARPS, block_d // _MOST_OF_A_WARP),
             pdl=gpu.has_programmatic_launch(x.device),
             rows=rows, B=self.shape[order[1]], C=self.shape[order[2]], eps=call.eps,
             **numbers,
-            D=D, VECTOR=vector, TABLE_VECTOR=table_vector,
-            SHARED=D // tables[0].shape[-1] if tables else 1, COS_STEP=steps[0][3], SIN_STEP=steps[1][3],
+            D=D, HEAD=head, VECTOR=vector, TABLE_VECTOR=table_vector,
+            KIND="layer" if call.layer else "none" if call.weight is None else "rms",
+            HALVES=call.halves, SHARED=head // tables[0].shape[-1] if tables else 1,
+            COS_STEP=steps[0][3], SIN_STEP=steps[1][3],
             BLOCK_R=block_r, BLOCK_D=block_d,
         )  # fmt: skip
 
     def run(self, call: RotateCall) -> Tensor:
         """Launch the kernel, and return y."""
-        x, cos, sin, weight, _, out = call
+        x, out = call.x, call.out
         y = x.new_empty_strided(self.shape, self.strides) if out is None else out
-        self.launch.run(x, cos, sin, weight, y)
+        self.launch.run(x, call.cos, call.sin, call.weight, call.bias, y)
         return y
 
 

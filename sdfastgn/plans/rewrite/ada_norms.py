@@ -5,6 +5,8 @@ Tokens are (B, S, D). What is looked for, with each part but one optional:
     total = x + gate * rms_norm(branch)
     y = norm(total) * gain * factor + offset
 
+The branch may be a product, whose bias the step adds where PyTorch would need a pass for it.
+
 Gate, factor and offset are (B, S, D), or have one element along B or S. The step computes in fp32 and rounds
 each result once. So casts between its parts count only if they round to fewer bits than the result has.
 """
@@ -26,6 +28,7 @@ from sdfastgn.plans.rewrite.nodes import (
     dtype,
     has,
     has_kernels,
+    is_only,
     number,
     operands,
     ordered,
@@ -35,6 +38,7 @@ from sdfastgn.plans.rewrite.nodes import (
 from sdfastgn.plans.rewrite.norms import ACTIVATIONS, mean_square_norm, widened
 from sdfastgn.plans.rewrite.rules import from_the_last
 from sdfastgn.plans.run import steps
+from sdfastgn.plans.run.aliases import adds_bias_apart
 from sdfastgn.plans.run.schemas import arguments
 
 __all__ = ["ada_norms", "in_dtype", "uncast"]
@@ -130,7 +134,11 @@ def _step(r: Rewriter, total: _Sum | None, found: _Modulated | None) -> Node:
     has_tanh = adds_one = False
     if total is not None:
         x, branch, gate = total[:3]
-        branch_norm = None if total.norm is None else total.norm[1:]
+        branch, bias = _without_bias(r, branch) if total.norm is None else (branch, None)
+        if total.norm is not None:
+            branch_norm = total.norm[1:]
+        elif bias is not None:
+            branch_norm = ("none", None, bias, 0.0)
         if has(gate, aten.tanh.default):
             gate, has_tanh = gate.args[0], True  # type: ignore[union-attr]
     if found is not None:
@@ -141,6 +149,14 @@ def _step(r: Rewriter, total: _Sum | None, found: _Modulated | None) -> Node:
     return r.new(
         steps.ada_norm, (x, branch, gate, branch_norm, norm, factor, offset, has_tanh, adds_one, True)
     )
+
+
+def _without_bias(r: Rewriter, n: Node) -> tuple[Node, Node | None]:
+    """(n without its bias, the bias) if n is a product whose bias PyTorch would add in a pass of its own."""
+    if not adds_bias_apart(n) or not is_only(n):
+        return n, None
+    x, weight, bias = n.args
+    return r.like(steps.linear, (x, weight, None), n), bias
 
 
 def _is_one_plus(t: Any) -> bool:

@@ -1,7 +1,8 @@
 """Queries, keys and values of attention over two kinds of tokens, such as text and image.
 
-Models compute for heads (B, S, H, D): the RMS norm of each row, its rotation, and a concatenation with the
-heads of other tokens. The concatenation may come before the rotation. Values are only concatenated.
+Models compute for heads (B, S, H, D): the norm of each row, its rotation, and a concatenation with the
+heads of other tokens. The concatenation may come before the rotation. Values are only concatenated. Some
+models have all tokens in one tensor, and write rotated tokens over a part of it.
 
 ``steps.rotate`` takes the norm, and ``steps.join_heads`` writes each part into its place.
 """
@@ -9,19 +10,25 @@ heads of other tokens. The concatenation may come before the rotation. Values ar
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 from torch.fx import Node
 
 from sdfastgn.kernels.rotate.op import fits
+from sdfastgn.plans.rewrite.ada_norms import in_dtype, uncast
 from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, has_kernels, rank, shape
 from sdfastgn.plans.rewrite.norms import LAST_OPS, norm_over
 from sdfastgn.plans.rewrite.rules import apply
+from sdfastgn.plans.rewrite.spelling import UNFILLED
 from sdfastgn.plans.run import steps
+from sdfastgn.plans.run.schemas import arguments
 
 __all__ = ["heads"]
 
+aten = torch.ops.aten
 # Exchanges tokens and heads.
 _SWAP = (0, 2, 1, 3)
 
@@ -34,30 +41,57 @@ class _Part(NamedTuple):
     sin: Node | None = None
     weight: Node | None = None
     eps: float = 0.0
+    halves: bool = False
+    heads: int = 1
+    bias: Node | None = None
+    layer: bool = False
+
+    @property
+    def has_norm(self) -> bool:
+        return self.weight is not None or self.layer
+
+    def after(self, norm: _Part) -> _Part:
+        """This rotation of ``norm``."""
+        return self._replace(weight=norm.weight, eps=norm.eps, bias=norm.bias, layer=norm.layer)
 
 
 def heads(graph: fx.Graph) -> fx.Graph:
     """Goes forward, so that a rule finds what it has made of the nodes before."""
-    return apply(graph, _one_step, steps.rotate, steps.cat, *LAST_OPS)
+    return apply(graph, _one_step, *_RULES, steps.layer_norm, *LAST_OPS)
 
 
 def _one_step(r: Rewriter, n: Node) -> Node | None:
-    rule = _rotated if has(n, steps.rotate) else _joined if has(n, steps.cat) else _normalized
-    return rule(r, n)
+    return _RULES.get(n.target, _normalized)(r, n)
 
 
 def _normalized(r: Rewriter, n: Node) -> Node | None:
     """A norm that attention reads -> a step that takes the rows from a larger product without a copy."""
-    found = _rms_norm(r, n) if rank(n) == 4 and _is_read_by_attention(n, steps.permute) else None
+    found = _norm(r, n) if rank(n) == 4 and _is_read_by_attention(n, steps.permute) else None
     return None if found is None else _tokens_first(r, n, found)
 
 
 def _rotated(r: Rewriter, n: Node) -> Node | None:
     """rotate(norm(x)) -> one step. rotate(join_heads(parts)) -> each part is rotated in its place."""
-    x, cos, sin = n.args
-    found = _part(r, x)
-    found = (_Part(x) if found.cos is not None else found)._replace(cos=cos, sin=sin)
+    own = _Part(*n.args)
+    whole = _norm_of_all_heads(r, own)
+    if whole is not None:
+        return r.reshape(r.new(steps.rotate, whole, shape(whole.x), dtype(n)), shape(n))
+    found = _part(r, own.x)
+    found = own if found.cos is not None else own._replace(x=found.x).after(found)
     return _tokens_first(r, n, found)
+
+
+def _norm_of_all_heads(r: Rewriter, own: _Part) -> _Part | None:
+    """What computes ``own`` if each row of the norm before it has all heads (B, S, H, D) of a token."""
+    if not has(own.x, steps.reshape) or rank(own.x.args[0]) != 3 or own.has_norm:
+        return None
+    B, S, H, D = shape(own.x)
+    tables = [t for t in (own.cos, own.sin) if t is not None]
+    norm = _norm(r, own.x.args[0]) if shape(own.x.args[0]) == (B, S, H * D) else None
+    if norm is None or H == 1 or any(shape(t)[2] != 1 for t in tables):
+        return None
+    x = r.reshape(norm.x, (B, S, 1, H * D))
+    return own._replace(x=x, heads=H).after(norm)
 
 
 def _tokens_first(r: Rewriter, n: Node, found: _Part) -> Node:
@@ -71,20 +105,21 @@ def _tokens_first(r: Rewriter, n: Node, found: _Part) -> Node:
         found = found._replace(x=x, cos=cos, sin=sin)
     joined: Any = found.x
     parts = [_Part(*p) for p in joined.args[0]] if has(joined, steps.join_heads) else []
-    if parts and found.weight is None and all(p.cos is None for p in parts):
-        y = _join(r, _each_rotated(r, parts, found.cos, found.sin), n, is_swapped)
+    if parts and not found.has_norm and all(p.cos is None for p in parts):
+        y = _join(r, _each_rotated(r, parts, found), n, is_swapped)
     else:
         y = r.new(steps.rotate, found, shape(found.x), dtype(n))
         y = r.permute(y, _SWAP) if is_swapped else y
     return y
 
 
-def _each_rotated(r: Rewriter, parts: list[_Part], cos: Node | None, sin: Node | None) -> list[_Part]:
-    """The parts, each with its rows of the tables."""
+def _each_rotated(r: Rewriter, parts: list[_Part], found: _Part) -> list[_Part]:
+    """The parts, each rotated as in ``found``, with its rows of the tables."""
     rotated, start = [], 0
     for p in parts:
         where = 1, start, shape(p.x)[1]
-        rotated.append(p._replace(cos=_cut_table(r, cos, *where), sin=_cut_table(r, sin, *where)))
+        cos, sin = (_cut_table(r, t, *where) for t in (found.cos, found.sin))
+        rotated.append(p._replace(cos=cos, sin=sin, halves=found.halves))
         start += shape(p.x)[1]
     return rotated
 
@@ -92,13 +127,39 @@ def _each_rotated(r: Rewriter, parts: list[_Part], cos: Node | None, sin: Node |
 def _joined(r: Rewriter, n: Node) -> Node | None:
     """A cat of heads along the tokens -> ``join_heads``, if a part is computed, or attention reads it."""
     parts, dim = n.args
-    if rank(n) != 4 or dim not in (1, 2) or 0 in shape(n) or not has_kernels(n) or not fits(shape(n)[-1]):
+    found = _parts(r, n, parts, dim)
+    if found is None:
         return None
-    found = [_part(r, r.permute(p, _SWAP) if dim == 2 else p) for p in parts]
-    is_computed = any(p.weight is not None or p.cos is not None for p in found)
-    if not is_computed and not _is_read_by_attention(n, steps.permute, steps.rotate):
+    if not any(map(_is_computed, found)) and not _is_read_by_attention(n, steps.permute, steps.rotate):
         return None
     return _join(r, found, n, dim == 2)
+
+
+def _overwritten(r: Rewriter, n: Node) -> Node | None:
+    """Some tokens of heads x are overwritten by rotated ones -> ``join_heads`` of these and of x around them.
+
+    New memory x is not read: it stays a step of its own, which is then written in place.
+    """
+    x, part, dim, start, _, step = arguments(n)
+    if has(x, *UNFILLED, aten.full.default, aten.slice_scatter.default) or step != 1 or start < 0:
+        return None
+    end = start + shape(part)[dim]
+    around = r.cut(x, dim, 0, start), part, r.cut(x, dim, end, shape(x)[dim] - end)
+    found = _parts(r, n, [p for p in around if shape(p)[dim]], dim)
+    if found is None or not _is_computed(found[start > 0]):
+        return None
+    return _join(r, found, n, dim == 2)
+
+
+def _parts(r: Rewriter, n: Node, parts: Iterable[Node], dim: int) -> list[_Part] | None:
+    """What computes each of ``parts`` as (B, S, H, D), if they are joined along the tokens of heads n."""
+    if rank(n) != 4 or dim not in (1, 2) or 0 in shape(n) or not has_kernels(n) or not fits(shape(n)[-1]):
+        return None
+    return [_part(r, r.permute(p, _SWAP) if dim == 2 else p) for p in parts]
+
+
+def _is_computed(p: _Part) -> bool:
+    return p.has_norm or p.cos is not None
 
 
 def _join(r: Rewriter, parts: list[_Part], n: Node, is_swapped: bool) -> Node:
@@ -122,19 +183,27 @@ def _part(r: Rewriter, n: Node) -> _Part:
         found = _Part(*source.args)
         tables = [None if t is None else _same_views(r, views, t, is_table=True) for t in found[1:3]]
         return found._replace(x=_same_views(r, views, found.x), cos=tables[0], sin=tables[1])
-    norm = _rms_norm(r, source)
+    norm = _norm(r, source)
     return _Part(n) if norm is None else norm._replace(x=_same_views(r, views, norm.x))
 
 
-def _rms_norm(r: Rewriter, n: Node) -> _Part | None:
-    """The RMS norm of rows that n is."""
+def _norm(r: Rewriter, n: Node) -> _Part | None:
+    """The norm of rows that n is."""
     D = shape(n)[-1] if rank(n) else 0
-    found = norm_over(n, rank(n) - 1) if has_kernels(n) and 0 not in shape(n) and fits(D) else None
-    if found is None or found.weight is None or found.bias is not None:
+    if not has_kernels(n) or 0 in shape(n) or not fits(D):
+        return None
+    layer = uncast(n, n)
+    if has(layer, steps.layer_norm):
+        x, weight, bias, eps = layer.args
+        source = in_dtype(x, n)
+        return None if source is None else _Part(source, None, None, weight, eps, bias=bias, layer=True)
+    found = norm_over(n, rank(n) - 1)
+    if found is None or found.weight is None:
         return None
     if found.eps or found.scale != math.sqrt(D):
         return None
-    return _Part(found.x, weight=r.reshape(found.weight, (D,)), eps=found.added / D)
+    weight, bias = (None if t is None else r.reshape(t, (D,)) for t in (found.weight, found.bias))
+    return _Part(found.x, weight=weight, eps=found.added / D, bias=bias)
 
 
 def _rows(n: Any) -> tuple[Any, list[Node]]:
@@ -170,3 +239,7 @@ def _same_views(r: Rewriter, views: list[Node], x: Node, is_table: bool = False)
 
 def _cut_table(r: Rewriter, t: Node | None, dim: int, start: int, length: int) -> Node | None:
     return t if t is None or shape(t)[dim] == 1 else r.cut(t, dim, start, length)
+
+
+# Op -> the rule for it.
+_RULES = {steps.rotate: _rotated, steps.cat: _joined, aten.slice_scatter.default: _overwritten}

@@ -35,7 +35,7 @@ aten = torch.ops.aten
 # Each pass takes and returns a graph. A pass relies on those before it:
 PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     canonicalize,  # one spelling for each op
-    rotations,  # of pairs of neighboring elements, in attention
+    rotations,  # of pairs of elements, in attention
     heads,  # norms before rotations, and heads that are joined along the tokens
     ada_norms,  # norms of tokens with a modulation, and gated sums
     norms,  # norms of channels

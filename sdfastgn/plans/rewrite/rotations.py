@@ -1,8 +1,8 @@
-"""Rotary embeddings of pairs of neighboring elements, in three spellings: ``steps.rotate``.
+"""Rotary embeddings of pairs of elements, in four spellings: ``steps.rotate``.
 
-With x0 and x1 for the first and second elements of all pairs of x:
+With x0 and x1 for the first and second elements of all pairs of neighbors in x, and h0 and h1 for its halves:
 
-1. x * cos + stack(-x1, x0) * sin;
+1. x * cos + stack(-x1, x0) * sin, and x * cos + cat(-h1, h0) * sin;
 2. the product of complex numbers: of x, and of a table;
 3. x0 * cos - x1 * sin, and x0 * sin + x1 * cos, written into every second element of a new tensor.
 
@@ -11,6 +11,7 @@ The step computes in fp32 and rounds once, to the dtype of x.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -43,24 +44,29 @@ _LAST_OPS = (steps.cast, aten.add.Tensor, aten.view_as_real.default, aten.slice_
 
 
 class _Rotation(NamedTuple):
-    """``x``: reshaped or widened, what is rotated. ``sin`` is None if ``cos`` is complex."""
+    """``x``: reshaped or widened, what is rotated. ``sin`` is None if ``cos`` is complex.
+
+    ``halves``: True if a pair has an element of each half of a row.
+    """
 
     x: Node
     cos: Node
     sin: Node | None
+    halves: bool = False
 
 
 def rotations(graph: fx.Graph) -> fx.Graph:
     """Goes from the last node to the first, so that a cast of a result is found before the result."""
     r = Rewriter(graph)
+    turns: dict[tuple[Node, Node], Node] = {}
     for n in from_the_last(r, *_LAST_OPS):
-        new = _rotated(r, n) if has_kernels(n) else None
+        new = _rotated(r, n, turns) if has_kernels(n) else None
         if new is not None:
             r.replace(n, new)
     return ordered(cleaned(graph)) if r.has_changed else graph
 
 
-def _rotated(r: Rewriter, n: Node) -> Node | None:
+def _rotated(r: Rewriter, n: Node, turns: dict[tuple[Node, Node], Node]) -> Node | None:
     top = uncast(n, n)
     whole = top.args[0] if has(top, steps.reshape) else top
     if has(whole, aten.view_as_real.default):
@@ -75,8 +81,14 @@ def _rotated(r: Rewriter, n: Node) -> Node | None:
     if dtype(x) != dtype(n):
         return None
     heads = (*to[:-1], 1, to[-1]) if len(to) == 3 else to
-    tables = [t if t is None else _table(r, t, to) for t in found[1:]]
-    y = r.new(steps.rotate, (r.reshape(x, heads), *tables), heads, dtype(n))
+    cos, sin = found.cos, found.sin
+    if sin is not None and shape(cos)[-1] < to[-1] and shape(cos) == shape(sin) and dtype(cos) == dtype(sin):
+        if (cos, sin) not in turns:
+            turns[cos, sin] = _in_turns(r, cos, sin)
+        cos, sin = turns[cos, sin], None
+    tables = [t if t is None else _table(r, t, to) for t in (cos, sin)]
+    more = (None, 0.0, True) if found.halves else ()
+    y = r.new(steps.rotate, (r.reshape(x, heads), *tables, *more), heads, dtype(n))
     return r.reshape(y, shape(n))
 
 
@@ -85,6 +97,14 @@ def _base(n: Node) -> Node:
     while has(n, steps.reshape) or (has(n, steps.cast) and is_exact(n)):
         n = n.args[0]
     return n
+
+
+def _in_turns(r: Rewriter, cos: Node, sin: Node) -> Node:
+    """Both numbers of each pair side by side, because the kernel then loads vectors."""
+    *rows, half = shape(cos)
+    size = math.prod(rows) * half
+    parts = [r.reshape(t, (size, 1)) for t in (cos, sin)]
+    return r.reshape(r.new(steps.cat, (parts, 1), (size, 2), dtype(cos)), (*rows, 2 * half))
 
 
 def _table(r: Rewriter, t: Node, to: tuple[int, ...]) -> Node:
@@ -100,40 +120,45 @@ def _is_table(t: Node, to: tuple[int, ...], columns: int) -> bool:
     return is_aligned and whole[-1] == columns and dtype(t) in (*KERNEL_DTYPES, torch.complex64)
 
 
-def _part(n: Node, index: int) -> Node | None:
-    """The base of x if n has the first or second (``index``) element of each pair of x."""
+def _part(n: Node, index: int, D: int, halves: bool) -> Node | None:
+    """The base of x if n has the first or second (``index``) element of each pair of x, in rows of ``D``."""
     part: Any = _base(n)
-    if not has(part, steps.cut) or part.args[2:] != (index, 1):
+    if not has(part, steps.cut):
         return None
-    pairs, axis = part.args[:2]
-    is_last = axis == rank(pairs) - 1 and shape(pairs)[-1] == 2
-    return _base(pairs) if is_last else None
+    whole, axis, *where = part.args
+    found = shape(whole)[axis:], tuple(where)
+    of_pairs = ((2, D // 2) if halves else (2,)), (index, 1)
+    of_rows = (D,), (index * D // 2, D // 2)
+    return _base(whole) if found == of_pairs or (halves and found == of_rows) else None
 
 
 # ---- spellings
 
 
 def _turned(n: Node) -> _Rotation | None:
-    """x * cos + stack(-x1, x0) * sin"""
+    """x * cos + stack(-x1, x0) * sin, or x * cos + cat(-h1, h0) * sin"""
     to = shape(n)
     for p, q in operands(n):
         for x, cos in operands(p) if has(p, aten.mul.Tensor) else ():
             for turned, sin in operands(q) if has(q, aten.mul.Tensor) else ():
                 are_whole = shape(x) == shape(turned) == shape(p) == shape(q) == to
                 are_tables = _is_table(cos, to, to[-1]) and _is_table(sin, to, to[-1])
-                if are_whole and are_tables and _is_turned(_base(turned), _base(x), to):
-                    return _Rotation(x, cos, sin)
+                for halves in (False, True) if are_whole and are_tables else ():
+                    if _is_turned(_base(turned), _base(x), to, halves):
+                        return _Rotation(x, cos, sin, halves)
     return None
 
 
-def _is_turned(n: Any, x: Node, to: tuple[int, ...]) -> bool:
-    """True if n is stack(-x1, x0), for the pairs of x along the last axis."""
-    if not has(n, steps.cat) or shape(n) != (*to[:-1], to[-1] // 2, 2) or n.args[1] != rank(n) - 1:
+def _is_turned(n: Any, x: Node, to: tuple[int, ...], halves: bool) -> bool:
+    """True if n has the second elements of the pairs of x, negative, and the first ones in their places."""
+    D = to[-1]
+    joined = to if halves else (*to[:-1], D // 2, 2)
+    if not has(n, steps.cat) or shape(n) != joined or n.args[1] != rank(n) - 1 or len(n.args[0]) != 2:
         return False
-    first, second = map(_base, n.args[0]) if len(n.args[0]) == 2 else (None, None)
-    if not has(first, aten.neg.default) or second is None:
+    first, second = map(_base, n.args[0])
+    if not has(first, aten.neg.default):
         return False
-    return _part(first.args[0], 1) is x and _part(second, 0) is x  # type: ignore[union-attr]
+    return _part(first.args[0], 1, D, halves) is x and _part(second, 0, D, halves) is x
 
 
 def _complex(n: Any) -> _Rotation | None:
@@ -171,9 +196,9 @@ def _written(n: Any) -> _Rotation | None:
         return None
     for x0, cos in operands(products[0]):
         for x1, sin in operands(products[1]):
-            x = _part(x0, 0)
+            x = _part(x0, 0, to[-1], False)
             are_tables = _is_table(cos, to, half[-1]) and _is_table(sin, to, half[-1])
-            if x is None or _part(x1, 1) is not x or not are_tables or shape(x0) != half:
+            if x is None or _part(x1, 1, to[-1], False) is not x or not are_tables or shape(x0) != half:
                 continue
             others = {frozenset((_base(a), _base(b))) for m in products[2:] for a, b in operands(m)}
             if others == {frozenset((_base(x0), _base(sin))), frozenset((_base(x1), _base(cos)))}:

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from sdfastgn.plans.run import schemas, steps
 
-__all__ = ["VIEWS", "base", "copies", "in_memory", "is_view", "writes_over"]
+__all__ = ["VIEWS", "adds_bias_apart", "base", "copies", "in_memory", "is_view", "writes_over"]
 
 # Steps that compute nothing: their results are views wherever strides allow it.
 VIEWS = (steps.reshape, steps.permute, steps.expand, steps.cut)
@@ -70,6 +70,14 @@ def copies(n: Any) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def adds_bias_apart(n: Any) -> bool:
+    """True if ``n`` is a linear layer whose bias PyTorch adds in a pass of its own: x is not contiguous."""
+    if n.op != "call_function" or n.target is not steps.linear or n.args[2] is None:
+        return False
+    x = in_memory(n.args[0])
+    return x.dim() > 2 and not x.is_contiguous()
 
 
 def in_memory(n: Any) -> Tensor:

@@ -39,7 +39,9 @@ def normalized(x, norm):
     weight, bias = (None if t is None else t.double() for t in norm[1:3])
     if norm.kind == "layer":
         return F.layer_norm(x, x.shape[-1:], weight, bias, norm.eps)
-    return F.rms_norm(x, x.shape[-1:], weight, norm.eps)
+    if norm.kind == "rms":
+        x = F.rms_norm(x, x.shape[-1:], None, norm.eps)
+    return x * (1 if weight is None else weight) + (0 if bias is None else bias)
 
 
 def truth(x, branch=None, gate=None, branch_norm=None, norm=None, factor=None, offset=None, **flags):
@@ -115,6 +117,23 @@ def test_every_norm_and_dtype(i, dtype, device):
     check(x, None, None, None, every[i], factor, None)
     check(x, branch, gate.float(), every[3], every[i], None, offset.float())
     check(x, branch, None, None, every[i])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weight_and_bias_of_the_branch(dtype, device):
+    shape = (2, 3, 333)
+    x, branch, gate, factor, offset = drawn(shape, dtype, device)
+    weight, bias = norms(shape, dtype, device)[0][1:3]
+    norm = Norm("rms")
+    for of_branch in (
+        Norm("none", None, bias),
+        Norm("none", weight, bias.float()),
+        Norm("rms", weight, bias),
+    ):
+        check(x, branch, gate, of_branch, norm, factor, offset)
+        check(x, branch, None, of_branch)
+    with kernels(direct=True):
+        assert torch.equal(*(ada_norm(x, branch, gate, each)[0] for each in (Norm("none"), None)))
 
 
 def test_a_sum_alone(device):
@@ -246,7 +265,10 @@ WRONG = [
     ((X, X[:1]), {}, ValueError, r"branch must have shape \(2, 3, 8\), got \(1, 3, 8\)"),
     ((X,), {"norm": Norm("group")}, ValueError, "the kind of a norm must be one of .*, got 'group'"),
     ((X,), {"norm": "rms"}, TypeError, "norm must be a Norm or None, got 'rms'"),
-    ((X, X), {"branch_norm": Norm("layer")}, ValueError, "branch_norm must be of the kind .rms."),
+    ((X, X), {"branch_norm": Norm("layer")}, ValueError, "branch_norm must be of the kind .rms. or .none."),
+    ((X, X), {"norm": Norm("none")}, ValueError, "norm must be of the kind .layer. or .rms., got"),
+    ((X,), {"branch_norm": Norm("none", None, X[0, 0])}, ValueError, "there is nothing to compute"),
+    ((X,), {"branch_norm": Norm("none", X[0, 0]), "norm": Norm("rms")}, ValueError, "gate and branch_norm"),
     ((X,), {"norm": Norm("rms", X[0, 0, :4])}, ValueError, r"weight must have shape \(8,\), got \(4,\)"),
     ((X,), {"norm": Norm("rms"), "factor": 2.0}, TypeError, "factor must be a torch.Tensor, got float"),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from sdfastgn.kernels.rotate.op import rotate
 from tests.kernels.samples import BOUNDS, DTYPES, HALVES, PLACES, error, kernels
@@ -23,12 +24,15 @@ def normed(x, weight, eps):
     return x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps) * weight.double()
 
 
-def truth(x, cos, sin, weight=None, eps=0.0):
+def truth(x, cos, sin, weight=None, eps=0.0, halves=False):
     x = x.double() if weight is None else normed(x, weight, eps)
     if cos is None:
         return x
     cos, sin = cos.double(), sin.double()
-    times = x.shape[-1] // cos.shape[-1]
+    D, times = x.shape[-1], x.shape[-1] // cos.shape[-1]
+    if halves:
+        cos, sin = (t.repeat(1, 1, 1, times) for t in (cos, sin))
+        return x * cos + torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1) * sin
     cos, sin = (t.repeat_interleave(times, -1).expand(x.shape) for t in (cos, sin))
     y = torch.empty_like(x)
     y[..., ::2] = x[..., ::2] * cos[..., ::2] - x[..., 1::2] * sin[..., ::2]
@@ -36,12 +40,23 @@ def truth(x, cos, sin, weight=None, eps=0.0):
     return y
 
 
-def check(x, cos, sin, weight=None, eps=0.0, out=None, roundings=1):
+def truth_of_heads(x, cos, sin, weight, eps, halves, heads, bias=None, layer=False):
+    """The norm of whole rows, and then the rotation of each head."""
+    if layer:
+        x = F.layer_norm(x.double(), x.shape[-1:], None if weight is None else weight.double(), None, eps)
+    else:
+        x = x.double() if weight is None else normed(x, weight, eps)
+    x = x if bias is None else x + bias.double()
+    return torch.cat([truth(part, cos, sin, None, 0.0, halves) for part in x.chunk(heads, -1)], -1)
+
+
+def check(x, cos, sin, weight=None, eps=0.0, out=None, roundings=1, halves=False, heads=1, **norm):
     with kernels(direct=True):
-        y = rotate(x, cos, sin, weight, eps, out)
+        y = rotate(x, cos, sin, weight, eps, out, halves, heads, **norm)
     assert (y.shape, y.dtype, y.is_contiguous()) == (x.shape, x.dtype, out is None)
     assert out is None or y is out
-    assert error(y, truth(x, cos, sin, weight, eps)) < roundings * BOUNDS[x.dtype]
+    expected = truth_of_heads(x, cos, sin, weight, eps, halves, heads, **norm)
+    assert error(y, expected) < roundings * BOUNDS[x.dtype]
     return y
 
 
@@ -49,6 +64,24 @@ def check(x, cos, sin, weight=None, eps=0.0, out=None, roundings=1):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape(shape, columns, device):
     check(*drawn(shape, device=device, columns=columns))
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pairs_of_the_halves_of_a_row(shape, columns, device):
+    x, cos, sin = drawn(shape, device=device, columns=columns)
+    check(x, cos, sin, halves=True)
+    check(x, cos, sin, 1 + x[0, 0, 0] / 2, 1e-5, halves=True)
+    assert error(rotate(x, cos, sin, halves=True), truth(x, cos, sin, halves=True)) < BOUNDS[x.dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_halves_of_a_part_of_a_larger_tensor(dtype, device):
+    x, cos, sin = drawn((2, 5, 3, 16), dtype, device)
+    packed = torch.cat((x, x + 100), -1)
+    check(packed[..., :16], cos, sin[..., ::2].repeat(1, 1, 1, 2), halves=True)
+    out = torch.zeros(2, 9, 3, 16, dtype=dtype, device=device)
+    check(packed[..., :16], cos, sin, x[0, 0, 0], 1e-5, out[:, 2:7], 3, halves=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,6 +111,36 @@ def test_parts_of_larger_tensors(device):
     check(x, cos[..., ::2], sin[..., 1::2])
     pairs = torch.randn(1, 5, 1, 8, 2, device=device)
     check(x, pairs[..., 0], pairs[..., 1])
+
+
+# ---- several heads in a row
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(2, 5, 1, 3 * 16), (1, 7, 2, 3 * 10), (1, 2, 1, 3 * 682), (1, 2, 1, 3 * 2)]
+)
+def test_heads_in_a_row(shape, halves, columns, device):
+    x, cos, sin = drawn(shape, device=device, columns=3 * columns)
+    weight = torch.randn(shape[-1], device=device)
+    for each in (None, weight):
+        check(x, cos, sin, each, 1e-5, halves=halves, heads=3)
+        plain = rotate(x, cos, sin, each, 1e-5, None, halves, 3)
+        assert error(plain, truth_of_heads(x, cos, sin, each, 1e-5, halves, 3)) < BOUNDS[x.dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_heads_in_a_row_of_a_larger_tensor(dtype, device):
+    x, cos, sin = drawn((2, 5, 1, 4 * 16), dtype, device, columns=4)
+    weight = torch.randn(64, device=device)
+    packed = torch.cat((x, x + 100), -1)
+    check(packed[..., :64], cos, sin, weight, 1e-5, roundings=3, heads=4)
+    turns = torch.stack((cos, sin), -1).flatten(-2)[..., ::2]
+    with kernels(direct=True):
+        found = rotate(x, turns, None, weight, 1e-5, None, False, 4)
+    pairs = turns[..., ::2], turns[..., 1::2]
+    assert error(found, truth_of_heads(x, *pairs, weight, 1e-5, False, 4)) < 3 * BOUNDS[dtype]
 
 
 # ---- with a norm
@@ -132,6 +195,28 @@ def test_rows_that_share_a_row_of_the_tables_follow_each_other(heads, together, 
     places = [sum(i * n[f"cos_{axis}"] for i, axis in zip(row, "abc", strict=True)) for row in rows]
     assert places[:together] == [0] * together
     assert places[together] > 0
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("shape", [(2, 5, 3, 16), (1, 7, 2, 10), (1, 33, 4, 130), (1, 1, 1, 8194)])
+def test_layer_norm(shape, halves, device):
+    x, cos, sin = drawn(shape, device=device)
+    weight, bias = (torch.randn(shape[-1], device=device) for _ in range(2))
+    for parameters in ((None, None), (weight, None), (None, bias), (weight, bias)):
+        for tables in ((cos, sin), (None, None)):
+            check(x, *tables, parameters[0], 1e-5, halves=halves, bias=parameters[1], layer=True)
+        plain = rotate(x, cos, sin, parameters[0], 1e-5, None, halves, bias=parameters[1], layer=True)
+        expected = truth_of_heads(x, cos, sin, parameters[0], 1e-5, halves, 1, parameters[1], True)
+        assert error(plain, expected) < BOUNDS[x.dtype]
+    check(x, cos, sin, weight, 1e-5, halves=halves, bias=bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_of_a_mean_far_from_zero(dtype, device):
+    x, cos, sin = drawn((2, 5, 3, 16), dtype, device)
+    x = x + 100
+    for halves in (False, True):
+        check(x, cos, sin, None, 1e-6, roundings=3, halves=halves, layer=True)
 
 
 # ---- into a part of a larger tensor
@@ -217,6 +302,16 @@ WRONG = [
     ((X, X, X, None, 0.0, X[:1]), ValueError, r"out must have shape \(2, 3, 1, 8\), got \(1, 3, 1, 8\)"),
     ((X, X, X, None, 0.0, X.half()), TypeError, "out must have the dtype torch.float32"),
     ((X, X, X, None, 0.0, X.repeat(1, 1, 1, 2)[..., ::2]), ValueError, "rows of out must be contiguous"),
+    ((X, X, None, None, 0.0, None, True), ValueError, "with halves, sin must be a tensor, got None"),
+    ((X, X, X, None, 0.0, None, 1), TypeError, "halves must be"),
+    ((X, X, X, None, 0.0, None, False, 1, X[0, 0, 0]), ValueError, "with a bias, there must be a weight"),
+    ((X, X, X, None, 0.0, None, False, 1, X, True), ValueError, r"bias must have shape \(8,\)"),
+    ((X, X, X, None, 0.0, None, False, 1, None, 1), TypeError, "layer must be"),
+    ((X, X, X, None, 0.0, None, False, 0), ValueError, "heads must be at least 1, got 0"),
+    ((X, None, None, X[0, 0, 0], 0.0, None, False, 0), ValueError, "heads must be at least 1, got 0"),
+    ((X, X, X, None, 0.0, None, False, "2"), TypeError, "heads must be"),
+    ((X, X, X, None, 0.0, None, False, 3), ValueError, r"x must be \(A, B, C, 3 \* D\) with even D"),
+    ((X, X, X, None, 0.0, None, False, 2), ValueError, r"cos must be .* 4 or 2\) for .* got \(2, 3, 1, 8\)"),
 ]
 
 

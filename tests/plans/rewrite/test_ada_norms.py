@@ -12,6 +12,7 @@ HALF, WIDE = torch.bfloat16, torch.float32
 x, y, z = (torch.randn(B, S, D) for _ in range(3))
 e = torch.randn(B, 3 * D)
 W, V = torch.randn(D), torch.randn(D)
+M = torch.randn(D, D)
 
 
 def layer(t, w=None, b=None):
@@ -126,6 +127,38 @@ def test_casts_that_round_to_no_fewer_bits_than_the_result():
     *halves, w = (t.to(HALF) for t in (x, y, e, W))
     assert steps_of(call, *halves) == ["cast", "ada_norm"]
     assert steps_of(lambda x, y, e: block(x, y, e, lambda t: by_hand(t, w)), *halves) == ["ada_norm"]
+
+
+@pytest.mark.parametrize(
+    "part", [lambda t: t[:, 3:], lambda t: t[:, :5], lambda t: t[..., :D].narrow(1, 0, 5)]
+)
+def test_the_bias_of_a_product_of_a_part_of_each_sample(part):
+    """PyTorch would add it in a pass of its own."""
+    tokens = torch.randn(B, 8, D)
+
+    def call(x, e, tokens):
+        gate, factor, _ = cut(e)
+        total = x + gate * F.linear(part(tokens), M, V)
+        return total, layer(total) * factor
+
+    plan = checked(call, x, e, tokens)
+    assert plan.steps == ["linear", "ada_norm"]
+    assert plan.only(steps.linear).args[2] is None
+    assert plan.only(steps.ada_norm).args[3][:2] == ("none", None)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, e, t: x + e[:, None, :D] * F.linear(t[:, :5] * 2, M, V),
+        lambda x, e, t: x[:1] + e[:1, None, :D] * F.linear(t[:1, :5], M, V),
+        lambda x, e, t: x + e[:, None, :D] * rms(F.linear(t[:, :5], M, V)),
+        lambda x, e, t: (x + e[:, None, :D] * (product := F.linear(t[:, :5], M, V)), product),
+    ],
+)
+def test_biases_that_products_add(call):
+    plan = checked(call, x, e, torch.randn(B, 8, D))
+    assert plan.only(steps.linear).args[2] is not None
 
 
 # ---- what is none

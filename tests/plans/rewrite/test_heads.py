@@ -32,6 +32,11 @@ def rotated(x, cos, sin):
     return (x.float() * cos + torch.stack((-b, a), -1).flatten(-2).float() * sin).to(x.dtype)
 
 
+def rotated_halves(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    return (x.float() * cos + torch.cat((-b, a), -1).float() * sin).to(x.dtype)
+
+
 def by_complex(x, angles):
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     table = torch.polar(torch.ones_like(angles), angles)[None, :, None]
@@ -81,6 +86,26 @@ def test_norm_and_rotation(norm, dtype):
     assert found.only(steps.rotate).args[4] == pytest.approx(1e-6)
 
 
+def test_pairs_of_halves():
+    """In one step with the norm, and beside other tokens before or after the concatenation."""
+    c, s = cos[:, :IMAGE], sin[:, :IMAGE]
+    found = plan(lambda w, x, c, s: rotated_halves(rms(x, w[0]), c, s), image, c, s)
+    assert found.steps == ["rotate"]
+
+    def before(w, x, y, c, s):
+        return torch.cat([rms(x, w[0]), rotated_halves(rms(y, w[1]), c[:, TEXT:], s[:, TEXT:])], 1)
+
+    def after(w, x, y, c, s):
+        return rotated_halves(torch.cat([rms(x, w[0]), rms(y, w[1])], 1), c, s)
+
+    found = [plan(call, text, image, cos, sin) for call in (before, after)]
+    assert [each.steps for each in found] == [["join_heads"]] * 2
+    assert [[part[5] for part in each.only(steps.join_heads).args[0]] for each in found] == [
+        [False, True],
+        [True, True],
+    ]
+
+
 def test_norm_with_other_readers_is_computed_twice():
     def call(w, x, c, s):
         y = rms(x, w[0])
@@ -112,11 +137,13 @@ def test_heads_before_tokens(moved):
     "norm",
     [
         lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
-        lambda x, w: rms(x, w) + w,
         lambda x, w: rms(x, w) * 2,
-        lambda x, w: rms(x.flatten(2), w.repeat(H)).unflatten(2, (H, D)),
+        lambda x, w: (
+            rms(x.transpose(*SWAP).flatten(2), w.repeat(IMAGE)).unflatten(2, (IMAGE, D)).transpose(*SWAP)
+        ),
         lambda x, w: rms(x.mT, w[:1]).mT,
-        lambda x, w: F.layer_norm(x, (D,), w),
+        lambda x, w: F.layer_norm(x, (H, D)) * w,
+        lambda x, w: F.layer_norm(x, (D,)) * 2,
         lambda x, w: F.normalize(x, dim=-1) * w,
         lambda x, w: rms(x, w).relu(),
     ],
@@ -125,6 +152,65 @@ def test_other_norms_stay_steps_of_their_own(norm):
     found = plan(lambda w, x, c, s: rotated(norm(x, w[0]), c, s), image, cos[:, :IMAGE], sin[:, :IMAGE])
     assert "rotate" in found.steps
     assert len(found.steps) > 1
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x, w: F.layer_norm(x, (D,), eps=1e-5),
+        lambda x, w: F.layer_norm(x, (D,), w),
+        lambda x, w: F.layer_norm(x, (D,), w, w),
+        lambda x, w: F.layer_norm(x.float(), (D,), w.float()).type_as(x),
+        lambda x, w: rms(x, w) + w,
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_norms_and_biases(norm, dtype):
+    """Before a rotation, before attention, and in a part of joined heads."""
+    w = nn.Parameter(torch.randn(D, dtype=dtype))
+    c, s = cos[:, :IMAGE], sin[:, :IMAGE]
+    x, y = image.to(dtype), text.to(dtype)
+    found = checked(lambda x, c, s: rotated(norm(x.transpose(*SWAP), w).transpose(*SWAP), c, s), x, c, s)
+    assert without_casts(found) == ["rotate"]
+    found = checked(lambda x: attend(norm(x, w), x, x), x)
+    assert without_casts(found) == ["rotate", "attention"]
+    found = checked(lambda x, y: torch.cat([norm(x, w), y], 1), x, y)
+    assert parts_of(found)[0][1:] == ["copy"]
+    assert without_casts(found) == ["join_heads"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("norm", "turn", "halves"),
+    [(rms, rotated, False), (whole, rotated, False), (whole, rotated_halves, True)],
+)
+def test_a_norm_of_all_heads_of_a_token(norm, turn, halves, dtype):
+    """It is one step with the rotation of each head."""
+    w = nn.Parameter(torch.randn(H * D, dtype=dtype))
+
+    def call(x, c, s):
+        return turn(norm(x, w).unflatten(2, (H, D)), c, s) * 2
+
+    found = checked(call, image.flatten(2).to(dtype), cos[:, :IMAGE], sin[:, :IMAGE])
+    assert without_casts(found) == ["rotate", "aten.mul"]
+    assert found.only(steps.rotate).args[4:7] == (pytest.approx(1e-6), halves, H)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda y, c, s: rotated(y.unflatten(2, (H, D)), c.expand(1, IMAGE, H, D), s), 2),
+        (lambda y, c, s: rotated(y.unflatten(2, (D, H)).mT, c, s), 2),
+        (lambda y, c, s: rotated(y.unflatten(1, (1, IMAGE)).unflatten(3, (H, D))[:, 0], c, s), 1),
+        (lambda y, c, s: (rotated(y.unflatten(2, (H, D)), c, s), y), 2),
+        (lambda y, c, s: rotated(rotated(y.unflatten(2, (H, D)), c, s), c, s), 2),
+        (lambda y, c, s: torch.cat([rotated(y.unflatten(2, (H, D)), c, s), y.unflatten(2, (H, D))], 1), 3),
+    ],
+)
+def test_norms_of_all_heads_and_other_rotations(call, expected):
+    w = nn.Parameter(torch.randn(H * D))
+    x, c, s = image.flatten(2), cos[:, :IMAGE], sin[:, :IMAGE].contiguous()
+    assert len(checked(lambda x, c, s: call(rms(x, w), c, s), x, c, s).steps) == expected
 
 
 def test_a_norm_after_the_rotation_is_another_value():
@@ -190,6 +276,56 @@ def test_a_part_without_rotation_and_a_cut_rotation():
     found = plan(call, torch.randn(B, S, H, D), cos, sin)
     assert parts_of(found) == [["both", "norm"], ["both", "norm"]]
     assert found.steps == ["join_heads"] * 2
+
+
+@pytest.mark.parametrize("is_swapped", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (slice(TEXT, None), ["copy", "rotation"]),
+        (slice(0, IMAGE), ["rotation", "copy"]),
+        (slice(1, 3), ["copy", "rotation", "copy"]),
+    ],
+)
+def test_rotated_tokens_that_overwrite_a_part(tokens, expected, is_swapped):
+    def call(w, x, c, s):
+        x, c, s = (t.transpose(*SWAP) if is_swapped else t for t in (x, c, s))
+        part = (..., tokens, slice(None)) if is_swapped else (slice(None), tokens)
+        return overwritten(x, rotated((x * 2)[part], c[part], s[part]), part)
+
+    found = plan(call, torch.randn(B, S, H, D), cos, sin)
+    assert found.steps == ["aten.mul", "join_heads"]
+    assert parts_of(found) == [expected]
+
+
+def overwritten(x, part, where):
+    y = x * 2
+    y[where] = part
+    return y
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, y: overwritten(x, y[:, :3] + 1, (slice(None), slice(1, 4))),
+        lambda x, y: overwritten(x, y[:, :3], (slice(None), slice(0, 6, 2))),
+        lambda x, y: overwritten(x, y[..., :2], (..., slice(1, 3))),
+        lambda x, y: overwritten(x, y[:1], slice(1, 2)),
+        lambda x, y: overwritten(x, y[:, 0], (slice(None), 1)),
+    ],
+)
+def test_other_writes(call):
+    found = plan(lambda w, x, c, s: call(x, rotated(x, c, s)), torch.randn(B, S, H, D), cos, sin)
+    assert "rotate" in found.steps
+
+
+def test_new_memory_is_written_in_place():
+    def call(w, x, c, s):
+        y = torch.zeros_like(x)
+        y[:, 1:] = rotated(x[:, 1:], c[:, 1:], s[:, 1:])
+        return y
+
+    assert plan(call, torch.randn(B, S, H, D), cos, sin).steps == ["aten.full", "rotate", "write_slice_"]
 
 
 def test_tables_of_one_row_and_of_each_sample():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sdfastgn.plans.run.steps import rotate
 from tests.plans.rewrite.rewriting import checked, steps_of
 
 B, S, H, D = 2, 5, 3, 8
@@ -19,6 +20,19 @@ def turned(x, order=(1, 0), sign=-1):
 
 def stacked(x, cos, sin, **near):
     return (x.float() * cos + turned(x, **near).flatten(-2).float() * sin).to(x.dtype)
+
+
+def by_halves(x, cos, sin, *, order=(1, 0), sign=-1, axis=-2):
+    """As models write it that reshape heads; ``axis`` -1 joins pairs of neighbors in the place of halves."""
+    parts = x.unflatten(-1, (2, -1) if axis == -2 else (-1, 2)).unbind(axis)
+    first, second = parts[order[0]], parts[order[1]]
+    turned = torch.cat([-first if sign == -1 else sign * first, second], -1)
+    return (x.float() * cos + turned.float() * sin).to(x.dtype)
+
+
+def rotate_half(x):
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
 
 
 def by_complex(x, table):
@@ -43,9 +57,22 @@ def written(x, cos, sin, *, first=slice(0, None, 2), second=slice(1, None, 2)):
 def test_every_spelling(dtype):
     q = x.to(dtype)
     assert steps_of(stacked, q, cos, sin) == ["rotate"]
-    assert steps_of(written, q, cos.to(dtype), sin.to(dtype)) == ["aten.slice", "aten.slice", "rotate"]
+    assert steps_of(written, q, cos.to(dtype), sin.to(dtype)) == ["aten.slice", "aten.slice", "cat", "rotate"]
     steps = steps_of(lambda x, angles: by_complex(x, table_of(angles)), q, angles)
     assert steps == ["aten.full", "aten.polar", "rotate"]
+    for call in (by_halves, lambda x, cos, sin: x * cos.to(x) + rotate_half(x) * sin.to(x)):
+        plan = checked(call, q, cos, sin)
+        assert [step for step in plan.steps if step != "cast"] == ["rotate"]
+        assert plan.only(rotate).args[3:6] == (None, 0.0, True)
+
+
+def test_tables_of_pairs_are_joined_once():
+    """Both numbers of each pair lie side by side, for all rotations."""
+    call = lambda x, y, c, s: [written(t, c, s) for t in (x, y, x * 2)]  # noqa: E731
+    found = steps_of(call, x, x + 1, cos, sin)
+    assert (found.count("cat"), found.count("rotate")) == (1, 3)
+    for other in (torch.randn(B, S, 1, D), sin.to(HALF)):
+        assert "cat" not in steps_of(call, x, x + 1, cos, other)
 
 
 def test_tokens_without_heads():
@@ -75,7 +102,17 @@ def test_heads_that_are_cut_and_moved():
         lambda x, cos, sin: x * cos + turned(x * 2).flatten(-2) * sin,
         lambda x, cos, sin: x * cos - turned(x).flatten(-2) * sin,
         lambda x, cos, sin: torch.add(x * cos, turned(x).flatten(-2) * sin, alpha=2),
-        lambda x, cos, sin: x * cos + torch.cat((-x[..., 4:], x[..., :4]), -1) * sin,
+        lambda x, cos, sin: x * cos + torch.cat((-x[..., 3:], x[..., :3]), -1) * sin,
+        lambda x, cos, sin: x * cos + torch.cat((-x[..., 4:], x[..., 1:5]), -1) * sin,
+        lambda x, cos, sin: x * cos + torch.cat((x[..., 4:], -x[..., :4]), -1) * sin,
+        lambda x, cos, sin: x * cos + rotate_half(x * 2) * sin,
+        lambda x, cos, sin: x * cos - rotate_half(x) * sin,
+        lambda x, cos, sin: x * cos + rotate_half(x.unflatten(-1, (2, 4))).flatten(-2) * sin,
+        lambda x, cos, sin: x * cos + rotate_half(x.flatten(2)).unflatten(-1, (H, D)) * sin,
+        lambda x, cos, sin: by_halves(x, cos, sin, order=(0, 1)),
+        lambda x, cos, sin: by_halves(x, cos, sin, order=(1, 1)),
+        lambda x, cos, sin: by_halves(x, cos, sin, sign=2),
+        lambda x, cos, sin: by_halves(x, cos, sin, axis=-1),
         lambda x, cos, sin: x * cos + turned(x).mT.flatten(-2) * sin,
         lambda x, cos, sin: x * cos[..., :1] + turned(x).flatten(-2) * sin,
         lambda x, cos, sin: written(x, cos, sin, first=slice(0, 4, 1), second=slice(4, 8, 1)),

@@ -578,6 +578,13 @@ CASES = {
         lambda x, y, g: steps.ada_norm(x, y, g, None, None, None, None, False, False, True)[:1],
         lambda x, y, g: (x + y * g,),
     ),
+    "ada-norm-bias": (
+        ((2, 5, 12), (2, 5, 12), (2, 1, 12), (12,)),
+        lambda x, y, g, b: steps.ada_norm(
+            x, y, g, ("none", None, b, 0.0), None, None, None, False, False, True
+        )[:1],
+        lambda x, y, g, b: (x + (y + b) * g,),
+    ),
     "ada-norm-alone": (
         ((2, 5, 12), (12,), (2, 1, 12)),
         lambda x, w, f: steps.ada_norm(
@@ -624,10 +631,31 @@ CASES = {
         lambda x, c, s, w: steps.rotate(x, c, s, w, 1e-5),
         lambda x, c, s, w: turned(F.rms_norm(x, (6,), w, 1e-5), c, s),
     ),
+    "rotate-halves": (
+        ((2, 3, 4, 6), (1, 3, 1, 6), (2, 1, 4, 6)),
+        partial(steps.rotate, halves=True),
+        lambda x, c, s: x * c + torch.cat((-x[..., 3:], x[..., :3]), -1) * s,
+    ),
+    "rotate-layer-norm": (
+        ((2, 3, 4, 6), (1, 3, 1, 6), (2, 1, 4, 6), (6,)),
+        lambda x, c, s, w: steps.rotate(x, c, s, None, 1e-5, False, 1, w, True),
+        lambda x, c, s, w: turned(F.layer_norm(x, (6,), None, w, 1e-5), c, s),
+    ),
+    "rotate-heads": (
+        ((2, 3, 1, 12), (1, 3, 1, 4), (2, 1, 1, 4), (12,)),
+        lambda x, c, s, w: steps.rotate(x, c, s, w, 1e-5, False, 3),
+        lambda x, c, s, w: turned(
+            F.rms_norm(x, (12,), w, 1e-5).unflatten(3, (3, 4)), c.unsqueeze(3), s.unsqueeze(3)
+        ).flatten(3),
+    ),
     "join-heads": (
         ((2, 3, 4, 6), (2, 5, 4, 6), (2, 1, 4, 6), (1, 3, 1, 6), (1, 5, 1, 3), (6,)),
         lambda x, y, z, c, h, w: steps.join_heads(
-            ((x, c, c, w, 1e-5), (y, torch.complex(h, h), None, None, 0.0), (z, None, None, w, 1e-5))
+            (
+                (x, c, c, w, 1e-5, False, 1, None, False),
+                (y, torch.complex(h, h), None, None, 0.0, False, 1, None, False),
+                (z, None, None, w, 1e-5, False, 1, None, False),
+            )
         ),
         lambda x, y, z, c, h, w: torch.cat(
             (

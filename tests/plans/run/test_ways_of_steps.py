@@ -44,6 +44,9 @@ KERNELS = {
     "gated-rows": ["gated"],
     "gated-images": ["gated"],
     "rotate-norm": ["rotate"],
+    "rotate-halves": ["rotate"],
+    "rotate-heads": ["rotate"],
+    "rotate-layer-norm": ["rotate"],
     "join-heads": ["rotate"] * 3,
 }
 
