@@ -382,6 +382,18 @@ def attention(
     return scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
+def attention_to_first(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    """``attention`` to the first ``keys`` keys, a number on the CPU. The heads of a token lie side by side.
+
+    Baked plans take one layout of the result for granted. Which kernel runs depends on the number.
+    """
+    k, v = (t[..., : int(keys), :] for t in (k, v))
+    y = attention(q, k, v, None, False, scale, enable_gqa)
+    return y.transpose(1, 2).contiguous().transpose(1, 2) if y.dim() == 4 else y.contiguous()
+
+
 # ---- norms and sums
 
 
