@@ -11,20 +11,33 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common.failures import one_line
-from sdfastgn.plans.rewrite.masks import ALL, FIRST, computed, keys_seen, masks_of, unmasked
+from sdfastgn.plans.rewrite.masks import (
+    ALL,
+    FIRST,
+    computed,
+    keys_seen,
+    masks_of,
+    samples_of,
+    unmasked,
+)
+from sdfastgn.plans.rewrite.nodes import shape
 from sdfastgn.plans.run.plan import Plan, without_autocast
 from sdfastgn.plans.trace.traced import Untraceable
 
 __all__ = ["Lengths", "Masks"]
 
-# For each mask, the number of keys that all queries see, from the first on. None if the mask is needed.
-Lengths = tuple[int | None, ...]
+# For each mask, the number of keys that the queries of each sample see, from the first on. None if the mask
+# is needed.
+Lengths = tuple[tuple[int, ...] | None, ...]
+# Samples with different numbers of keys are attended to one after another, at most so many.
+_MOST_SAMPLES = 4
 # Number of contents of the masks that are remembered: for instance those of two prompts that take turns.
 _MOST_CONTENTS = 8
 
@@ -95,9 +108,8 @@ class Masks:
 
     def seen(self, lengths: Lengths) -> tuple[str | None, ...]:
         """Which keys the masks show: ALL, FIRST, or None for a mask that is needed."""
-        counts = [mask.meta["shape"][-1] for mask in self._masks]
-        pairs = zip(lengths, counts, strict=True)
-        return tuple(None if n is None else ALL if n == count else FIRST for n, count in pairs)
+        pairs = zip(lengths, self._masks, strict=True)
+        return tuple(None if n is None else ALL if min(n) == shape(mask)[-1] else FIRST for n, mask in pairs)
 
     def numbers(self, lengths: Lengths) -> list[Tensor]:
         """The further arguments of ``plan(seen(lengths))``."""
@@ -109,5 +121,12 @@ class Masks:
         values = self._plan.operands(tensors)[-len(placeholders) :]
         with torch.no_grad(), without_autocast():
             masks = computed(self._masks, placeholders)(*values)
-            counts = torch.stack([keys_seen(mask) for mask in masks]).tolist()
-        return tuple(None if n < 0 else n for n in counts) if max(counts) >= 0 else None
+            counts = iter(torch.cat([keys_seen(mask) for mask in masks]).tolist())
+        lengths = tuple(_needless(tuple(islice(counts, samples_of(mask)))) for mask in self._masks)
+        return lengths if any(lengths) else None
+
+
+def _needless(counts: tuple[int, ...]) -> tuple[int, ...] | None:
+    """``counts``, or None if a mask is needed."""
+    is_needed = min(counts) < 1 or (len({*counts}) > 1 and len(counts) > _MOST_SAMPLES)
+    return None if is_needed else counts

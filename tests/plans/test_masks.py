@@ -85,7 +85,9 @@ SHOWN = [
     (HUNYUAN, ["1011100"], {"masked": 3}, {"masked": 1, 12: 2}),  # which counts the keys alone
     (LTX, ["1111111"] * 2, {"masked": 2, 8: 2}, {7: 2, 8: 2}),
     (LTX, [FIRST] * 2, {"masked": 2, 8: 2}, {3: 2, 8: 2}),
-    (LTX, [FIRST, SECOND], {"masked": 2, 8: 2}, {"masked": 2, 8: 2}),
+    (LTX, [FIRST, SECOND], {"masked": 2, 8: 2}, {3: 2, 5: 2, 8: 2}),
+    (LTX, [FIRST, "1111111"], {"masked": 2, 8: 2}, {3: 2, 7: 2, 8: 2}),
+    (LTX, [FIRST, "1011100"], {"masked": 2, 8: 2}, {"masked": 2, 8: 2}),
     (LTX, ["1011100"] * 2, {"masked": 2, 8: 2}, {"masked": 2, 8: 2}),
     (LTX, ["0000000"] * 2, {"masked": 2, 8: 2}, {"masked": 2, 8: 2}),
     (CHROMA, ["1" * 23], {"masked": 2}, {23: 2}),
@@ -156,8 +158,8 @@ def test_captures_of_other_code_read_the_masks(seen, monkeypatch):
 def test_baked_plans_read_other_numbers_of_keys():
     """A recording has the layout of one result, and another number of keys may run another kernel."""
     pair = Pair(LTX)
-    for row in (FIRST, "1" * 6 + "0", "1000000"):
-        mask = pair.mask(row, row)
+    rows = (FIRST, "1" * 6 + "0", "1000000")
+    for mask in [pair.mask(row, row) for row in rows] + [pair.mask(*rows[:2]), pair.mask(*rows[1:])]:
         for _ in range(4):
             pair.step(mask)
     (made,) = [made for plans in forward_of(pair.model)._by_state.values() for made in plans.made.values()]
@@ -181,7 +183,7 @@ def test_another_plan_than_the_models_code_is_refused(monkeypatch):
     pair = Pair(HUNYUAN, verify=True)
     mask = pair.mask(FIRST)
     pair.step(mask)
-    monkeypatch.setattr(masks.Masks, "numbers", lambda self, lengths: [torch.tensor(2)])
+    monkeypatch.setattr(masks.Masks, "numbers", lambda self, lengths: [torch.tensor([2])])
     for _ in range(3):
         pair.step(mask)
     (reason,) = forward_of(pair.model).own

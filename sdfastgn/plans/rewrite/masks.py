@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-from sdfastgn.plans.rewrite.nodes import Rewriter, has, is_unread, shape
+from sdfastgn.plans.rewrite.nodes import Rewriter, has, is_unread, rank, shape
 from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.traffic import memory
 from sdfastgn.plans.trace.refusals import is_random
 
-__all__ = ["ALL", "FIRST", "computed", "keys_seen", "masks_of", "unmasked"]
+__all__ = ["ALL", "FIRST", "computed", "keys_seen", "masks_of", "samples_of", "unmasked"]
 
 # Which keys queries see: all of them, or the first ones.
 ALL, FIRST = "all", "first"
@@ -38,10 +38,13 @@ def masks_of(
     ``inputs``, ``constants``: placeholders of ``graph``. Masks that depend on other ones, or on no input, are
     left out.
     """
-    found: dict[Node, list[Node]] = {}
+    readers: dict[Node, list[Node]] = {}
     for n in graph.nodes:
-        mask = n.args[3] if has(n, steps.attention) and not n.args[4] else None
-        if not isinstance(mask, Node) or mask in found or 0 in shape(mask):
+        if has(n, steps.attention) and isinstance(n.args[3], Node) and not n.args[4]:
+            readers.setdefault(n.args[3], []).append(n)
+    found: dict[Node, list[Node]] = {}
+    for mask, each in readers.items():
+        if 0 in shape(mask) or not all(map(_has_samples_of_mask, each)):
             continue
         sources = _sources(mask)
         leaves = {s for s in sources if s.op == "placeholder"}
@@ -49,6 +52,18 @@ def masks_of(
         if is_known and all(not is_random(s.target) and memory(s) <= _MOST_MEMORY for s in sources):
             found[mask] = [s for s in graph.nodes if s in sources]
     return found
+
+
+def samples_of(mask: Node) -> int:
+    """The number of samples with masks of their own."""
+    return shape(mask)[0] if rank(mask) == 4 else 1
+
+
+def _has_samples_of_mask(n: Node) -> bool:
+    """True if the mask of attention ``n`` is for all its samples, or has one for each."""
+    q, k, v, mask, *_ = n.args
+    samples = samples_of(mask)
+    return samples == 1 or all(rank(t) == 4 and shape(t)[0] == samples for t in (q, k, v))
 
 
 def _sources(n: Node) -> set[Node]:
@@ -74,21 +89,22 @@ def computed(
 
 
 def keys_seen(mask: Tensor) -> Tensor:
-    """How many keys each query sees, if they are the first ones for all queries. Else -1. A 0-d tensor.
+    """How many keys all queries of a sample see, if they are the first ones. Else -1. One number a sample.
 
-    ``mask`` (..., K): bool, True for a key that is seen; or a bias that is added to the scores. A query that
-    sees no key is no case of this, because what attention gives for it depends on the kernel.
+    ``mask`` (N, H, S, K), or of fewer axes for all samples: bool, True for a key that is seen; or a bias that
+    is added to the scores. A query that sees no key is no case of this, because what attention gives for it
+    depends on the kernel.
     """
-    rows = mask.reshape(-1, mask.shape[-1])
-    first = rows[:, :1]
+    rows = mask.reshape(len(mask) if mask.dim() == 4 else 1, -1, mask.shape[-1])
+    first = rows[..., :1]
     if mask.dtype is torch.bool:
         is_seen, is_hidden, starts = rows, ~rows, first
     else:
         is_seen, is_hidden = rows == first, rows <= first - _HIDES
         starts = first.abs() <= _MOST_BIAS
-    count = is_seen[0].sum()
-    is_first = torch.arange(rows.shape[1], device=mask.device) < count
-    is_prefix = ((is_seen == is_first) & (is_seen | is_hidden)).all() & starts.all()
+    count = is_seen[:, 0].sum(-1)
+    is_first = torch.arange(rows.shape[-1], device=mask.device) < count[:, None, None]
+    is_prefix = ((is_seen == is_first) & (is_seen | is_hidden) & starts).flatten(1).all(1)
     return torch.where(is_prefix, count, -1)
 
 
@@ -99,7 +115,7 @@ def unmasked(graph: fx.Graph, masks: Mapping[Node, Sequence[Node]], seen: Sequen
         graph: of a plan.
         masks: some of its masks, as ``masks_of`` gives them.
         seen: for each mask ALL, FIRST, or None to keep it. For each FIRST the copy has one more placeholder,
-            after the others: the number of keys, a 0-d tensor on the CPU.
+            after the others: the number of keys of each sample, on the CPU.
     """
     copied = fx.Graph()
     copies: dict[Node, Node] = {}
@@ -109,7 +125,7 @@ def unmasked(graph: fx.Graph, masks: Mapping[Node, Sequence[Node]], seen: Sequen
     r.at = next(n for n in r.graph.nodes if n.op != "placeholder")
     kinds = {copies[mask]: kind for mask, kind in zip(masks, seen, strict=True) if kind is not None}
     cut = [mask for mask, kind in kinds.items() if kind == FIRST]
-    numbers = {mask: _number(r, f"keys_{i}") for i, mask in enumerate(cut)}
+    numbers = {mask: _number(r, f"keys_{i}", samples_of(mask)) for i, mask in enumerate(cut)}
     unread = {copies[s] for mask, sources in masks.items() if copies[mask] in kinds for s in sources}
     for n in list(r.graph.nodes):
         mask = n.args[3] if has(n, steps.attention) and not n.args[4] else None
@@ -127,8 +143,8 @@ def unmasked(graph: fx.Graph, masks: Mapping[Node, Sequence[Node]], seen: Sequen
     return r.graph
 
 
-def _number(r: Rewriter, name: str) -> Node:
+def _number(r: Rewriter, name: str, samples: int) -> Node:
     with r.graph.inserting_before(r.at):
         n = r.graph.placeholder(name)
-    n.meta = {"shape": (), "dtype": torch.int64, "device": torch.device("cpu")}
+    n.meta = {"shape": (samples,), "dtype": torch.int64, "device": torch.device("cpu")}
     return n
