@@ -136,6 +136,16 @@ def test_a_mask_that_is_written_is_asked_again(seen):
     assert pair.counts(seen, mask, mask) == [MASKED, ASKED | {11: 2}]
 
 
+def test_another_mask_at_the_same_address(seen):
+    pair = Pair(HUNYUAN)
+    memory = pair.mask(FIRST).numpy()
+    one = torch.from_numpy(memory)
+    pair.counts(seen, one, one)
+    memory[:] = pair.mask(SECOND).numpy()
+    two = torch.from_numpy(memory)
+    assert pair.counts(seen, two, two) == [MASKED, ASKED | {13: 2}]
+
+
 def test_inference_tensors_are_not_asked(seen):
     """They do not count what is written into them."""
     pair = Pair(HUNYUAN)

@@ -197,6 +197,13 @@ class WithTable(nn.Module):
         self.table = nn.Buffer(torch.ones(K).bool())
 
 
+@pytest.mark.parametrize(("samples", "count"), [(2, 1), (1, 0)])
+def test_samples_have_keys_of_their_own(samples, count):
+    q, k, m = torch.randn(B, H, N, D), torch.randn(samples, H, K, D), torch.ones(B, 1, 1, K).bool()
+    plan = plan_of(nn.Module(), lambda q, k, m: F.scaled_dot_product_attention(q, k, k, m), q, k, m)
+    assert len(Masks(plan)) == count
+
+
 @pytest.mark.parametrize(
     ("mask", "count"),
     [
