@@ -76,8 +76,8 @@ _TRACES = 2
 # Masks are asked what they hide when the same tensors were looked up so many times. A call of a module with
 # CUDA graphs looks once more.
 _LOOKS = 2
-# What captures have found out about masks: (the ``PlannedForward``, the lengths).
-_known: ContextVar[tuple[PlannedForward, Lengths | None] | None] = ContextVar("sdfastgn_known", default=None)
+# What was found out about the masks of a call that is captured: (its plan with masks, the lengths).
+_known: ContextVar[tuple[Made, Lengths | None] | None] = ContextVar("sdfastgn_known", default=None)
 # True inside of a call that may fill tables of the model: modules inside make no plans for it.
 _is_alone: ContextVar[bool] = ContextVar("sdfastgn_is_alone", default=False)
 
@@ -273,21 +273,29 @@ class PlannedForward(MethodEntry):
 
     def lengths(self, call: Call) -> Lengths | None:
         """What the masks of attention show in a call. Graphs of calls where it differs are different ones."""
-        plans = self._by_state.get((self._states.last(), self._state))
-        if plans is None or all(made.masks is None for made in list(plans.made.values())):
-            return None
-        settings = global_state(call.device), switched(self.module)  # type: ignore[arg-type]
-        made = plans.made.get((call.key, places(call), settings))
+        made = self._with_masks(call)
         return None if made is None else self._lengths_of(made, call)
 
     @contextmanager
-    def knowing(self, lengths: Lengths | None) -> Iterator[None]:
-        """A context for a capture: ``lengths`` of the call that is captured, with copies of its tensors."""
-        token = _known.set((self, lengths))
+    def knowing(self, call: Call) -> Iterator[None]:
+        """A context for a capture of ``call``, which runs with copies of its tensors: masks show the same."""
+        made = self._with_masks(call)
+        known = None
+        if made is not None and made.masks is not None:
+            known = made, made.masks.lengths(call.tensors)
+        token = _known.set(known)
         try:
             yield
         finally:
             _known.reset(token)
+
+    def _with_masks(self, call: Call) -> Made | None:
+        """The plan with all masks of a call. None if there is none, or if it has no masks."""
+        plans = self._by_state.get((self._states.last(), self._state))
+        if plans is None or all(made.masks is None for made in list(plans.made.values())):
+            return None
+        settings = global_state(call.device), switched(self.module)  # type: ignore[arg-type]
+        return plans.made.get((call.key, places(call), settings))
 
     @contextmanager
     def _filling(self, module: nn.Module, call: Call, plans: Plans) -> Iterator[None]:
@@ -349,7 +357,7 @@ class PlannedForward(MethodEntry):
         if made.masks is None:
             return None
         known = _known.get()
-        if known is not None and known[0] is self:
+        if known is not None and known[0] is made:
             return known[1]
         if _is_capturing(call.device):  # before a replay, that code may write into the masks
             return None

@@ -76,11 +76,12 @@ class Masks:
     def __len__(self) -> int:
         return len(self._masks)
 
-    def lengths(self, tensors: Sequence[Any], looks: int) -> Lengths | None:
+    def lengths(self, tensors: Sequence[Any], looks: int = 0) -> Lengths | None:
         """How many keys each mask shows for a call with these ``tensors``. None if all masks are needed.
 
         They count as needed until the same tensors, unwritten, were looked up ``looks`` times. Tensors that
         are new in each call are never asked. Nor are inference tensors, which do not count their writes.
+        ``looks``: 0 if this is no look, and returns only what was found before.
         """
         given = [tensors[i] for i in self._places]
         if not all(isinstance(t, Tensor) and not t.is_inference() for t in given):
@@ -88,6 +89,8 @@ class Masks:
         state = [(t.data_ptr(), t._version) for t in given]
         with self._lock:
             content = next((c for c in self._contents if c.is_of(given, state)), None)
+            if not looks:
+                return None if content is None else content.lengths
             if content is None:
                 content = _Content(given, state)
                 del self._contents[: 1 - _MOST_CONTENTS]

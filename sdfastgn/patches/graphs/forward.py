@@ -523,7 +523,7 @@ class GraphedForward(MethodEntry):
 
     def _knowing(self, current: _Current) -> Any:
         """A context for calls with copies of the arguments. Their masks count as those of the call."""
-        return current.forward.knowing(current.key[-2]) if self._needs_plan else contextlib.nullcontext()
+        return current.forward.knowing(current.call) if self._needs_plan else contextlib.nullcontext()
 
     def _make_room(self) -> None:
         """Make room in the store for one more graph, or raise Unsupported."""
