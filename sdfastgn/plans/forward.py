@@ -8,6 +8,7 @@ A call takes these steps:
    If it has changed, the result is dropped, and so are the plans.
 3. If there is none, ``making.py`` traces the call and makes the plan, which runs. ``outcome.py`` keeps what
    the call returns besides tensors. ``state.py`` has the attributes of modules in which a call keeps tensors.
+   For masks of attention that hide nothing, ``masks.py`` makes another plan of the same graph.
 4. Every other call runs the model's own code. The reason is counted, and the report shows it. If the reason
    is in the model, modules inside get plans (``inside.py``). The first call of some models fills tables.
    After such a call the next one is traced.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -55,6 +56,7 @@ from sdfastgn.plans.making import (
     same_random_numbers,
     trace_call,
 )
+from sdfastgn.plans.masks import Lengths
 from sdfastgn.plans.outcome import has_shared_containers
 from sdfastgn.plans.run.bake import Baked
 from sdfastgn.plans.run.plan import Plan
@@ -71,6 +73,11 @@ _IDLE_CALLS = 2
 # A kind of call is traced again once after a trace that failed: the first call of some models makes
 # attributes or fills caches, and the trace of a later call succeeds.
 _TRACES = 2
+# Masks are asked what they hide when the same tensors were looked up so many times. A call of a module with
+# CUDA graphs looks once more.
+_LOOKS = 2
+# What was found out about the masks of a call that is captured: (its plan with masks, the lengths).
+_known: ContextVar[tuple[Made, Lengths | None] | None] = ContextVar("sdfastgn_known", default=None)
 # True inside of a call that may fill tables of the model: modules inside make no plans for it.
 _is_alone: ContextVar[bool] = ContextVar("sdfastgn_is_alone", default=False)
 
@@ -91,6 +98,7 @@ class _Found(NamedTuple):
         kwargs: the named arguments, with the state of modules and without the scale of adapters.
         scale: the scale of adapters.
         factor: the number by which the scales of all adapters are multiplied.
+        numbers: further inputs of the plan: how many keys its attention reads.
     """
 
     plans: Plans
@@ -99,6 +107,7 @@ class _Found(NamedTuple):
     kwargs: dict[str, Any]
     scale: LoraScale
     factor: float
+    numbers: list[Tensor]
 
 
 class PlannedForward(MethodEntry):
@@ -208,7 +217,7 @@ class PlannedForward(MethodEntry):
                 found = self._find(self.module, args, kwargs)
                 results = self._run(found, args)
                 if results is not None:
-                    plans, made, call, given, scale, _ = found
+                    plans, made, call, given, scale, *_ = found
                     if not _is_capturing(call.device):
                         self._time(made, call)
                     elif not any(made is each for each in self._captured):
@@ -248,6 +257,9 @@ class PlannedForward(MethodEntry):
             raise Unsupported("it has no plan")
         call, key = self._kind_of(self.module, args, plans.adapters.scale(self.module, kwargs).kwargs)
         made = plans.made.get(key)
+        lengths = None if made is None else self._lengths_of(made, call)
+        if made is not None and made.masks and lengths:
+            made = made.unmasked.get(made.masks.seen(lengths))
         if made is None or not made.plan.is_current():
             raise Unsupported("it has no plan")
         if len(set(map(id, call.tensors))) < len(call.tensors):  # a graph has memory for each of them
@@ -258,6 +270,32 @@ class PlannedForward(MethodEntry):
             raise Unsupported("so far the GPU has not waited for Python")
         if not plans.guard.same():
             raise Unsupported("the model has changed")
+
+    def lengths(self, call: Call) -> Lengths | None:
+        """What the masks of attention show in a call. Graphs of calls where it differs are different ones."""
+        made = self._with_masks(call)
+        return None if made is None else self._lengths_of(made, call)
+
+    @contextmanager
+    def knowing(self, call: Call) -> Iterator[None]:
+        """A context for a capture of ``call``, which runs with copies of its tensors: masks show the same."""
+        made = self._with_masks(call)
+        known = None
+        if made is not None and made.masks is not None:
+            known = made, made.masks.lengths(call.tensors)
+        token = _known.set(known)
+        try:
+            yield
+        finally:
+            _known.reset(token)
+
+    def _with_masks(self, call: Call) -> Made | None:
+        """The plan with all masks of a call. None if there is none, or if it has no masks."""
+        plans = self._by_state.get((self._states.last(), self._state))
+        if plans is None or all(made.masks is None for made in list(plans.made.values())):
+            return None
+        settings = global_state(call.device), switched(self.module)  # type: ignore[arg-type]
+        return plans.made.get((call.key, places(call), settings))
 
     @contextmanager
     def _filling(self, module: nn.Module, call: Call, plans: Plans) -> Iterator[None]:
@@ -280,7 +318,8 @@ class PlannedForward(MethodEntry):
         """Let go of weights that were moved away, and free their copies in E4M3. The plans stay."""
         for plans in list(self._by_state.values()):
             for made in list(plans.made.values()):
-                made.baked.release()
+                for each in made.all():
+                    each.baked.release()
         if self.weights is not None:
             self.weights.moved()
 
@@ -308,7 +347,54 @@ class PlannedForward(MethodEntry):
             factor = scale.in_forward * factor_now()
             made = plans.find(key) or self._trace(module, call, key, plans, factor)
             if made is not None:
-                return _Found(plans, made, call, given, scale, factor)
+                lengths = self._lengths_of(made, call)
+                numbers = made.masks.numbers(lengths) if made.masks and lengths else []
+                fitting = self._fitting(module, call, key, plans, made, lengths, factor)
+                return _Found(plans, fitting, call, given, scale, factor, numbers)
+
+    def _lengths_of(self, made: Made, call: Call) -> Lengths | None:
+        """What the masks of the call show. None if all are needed, or if other code captures the call."""
+        if made.masks is None:
+            return None
+        known = _known.get()
+        if known is not None and known[0] is made:
+            return known[1]
+        if _is_capturing(call.device):  # before a replay, that code may write into the masks
+            return None
+        return made.masks.lengths(call.tensors, _LOOKS + self._is_timed)
+
+    def _fitting(
+        self,
+        module: nn.Module,
+        call: Call,
+        key: Any,
+        plans: Plans,
+        made: Made,
+        lengths: Lengths | None,
+        factor: float,
+    ) -> Made:
+        """The plan for what the masks of the call show. Raises Unsupported or Untraceable."""
+        if lengths is None or made.masks is None:
+            return made
+        seen = made.masks.seen(lengths)
+        found = made.unmasked.get(seen)
+        if found is not None:
+            found.last_use = plans.seen
+            return found
+        with self._lock:
+            found = made.unmasked.get(seen)
+            if found is not None:  # another thread was faster
+                return found
+            if _is_capturing(call.device):
+                raise Unsupported("other code captures it before it has a plan")
+            plan = made.masks.plan(seen)
+            found = Made(plan, Baked(plan), made.outcome)
+            if self.verifies:
+                numbers = made.masks.numbers(lengths)
+                self._check(module, call, key, plans, found, factor, numbers)
+            plans.adapters.survey.add_reader(found.baked)
+            made.add_unmasked(seen, found)
+            return found
 
     def _adapters_of(self, module: nn.Module, code: int) -> Adapters:
         """The layers with adapters in this state of the code. Raises Unsupported in a pause."""
@@ -359,7 +445,7 @@ class PlannedForward(MethodEntry):
 
         Raises Unsupported if the model is not what was traced. Then no argument was written to or freed.
         """
-        plans, made, call, kwargs, _, factor = found
+        plans, made, call, kwargs, _, factor, numbers = found
         if made.plan.writes:
             try:
                 made.plan.check_written(call.tensors)  # type: ignore[arg-type]
@@ -373,7 +459,7 @@ class PlannedForward(MethodEntry):
         try:
             with only_this:
                 return plans.adapters.run(
-                    lambda: self._run_once(plans, made, call, replaced),
+                    lambda: self._run_once(plans, made, call, replaced, numbers),
                     factor,
                     is_capture=_is_capturing(call.device),
                     is_once=made.plan.writes or made.plan.draws,
@@ -382,7 +468,9 @@ class PlannedForward(MethodEntry):
             self._drop(plans, str(error))
             raise Unsupported(f"the model has changed: {self.last_change}") from error
 
-    def _run_once(self, plans: Plans, made: Made, call: Call, replaced: Any) -> list[Any] | None:
+    def _run_once(
+        self, plans: Plans, made: Made, call: Call, replaced: Any, numbers: Sequence[Tensor]
+    ) -> list[Any] | None:
         guard = plans.guard
         # A plan that writes into arguments, frees them or draws random numbers runs only for the same model.
         is_compared = made.plan.writes or made.plan.draws or bool(replaced)
@@ -391,7 +479,7 @@ class PlannedForward(MethodEntry):
             self._refresh(waits=is_compared)
         if not is_compared or guard.same():
             given: Any = call.tensors
-            tensors = list(given)
+            tensors = [*given, *numbers]
             for container, key, i in replaced:
                 container[key] = given[i] = None
             try:
@@ -412,7 +500,7 @@ class PlannedForward(MethodEntry):
                     return results
                 if guard.same():
                     if reads_copies and not self.weights.has_same_contents():  # type: ignore[union-attr]
-                        return self._run_once(plans, made, call, replaced)
+                        return self._run_once(plans, made, call, replaced, numbers)
                     return results
         if not guard.is_in_state():
             return None
@@ -481,12 +569,7 @@ class PlannedForward(MethodEntry):
                 self._drop(plans)
                 raise Unsupported(f"the model has changed: {self.last_change}")
             if self.verifies:
-                try:
-                    with scaled(factor):
-                        self._verify(module, call, made, plans.state)
-                except Untraceable as error:
-                    plans.refused[key] += [str(error)] * _TRACES
-                    raise
+                self._check(module, call, key, plans, made, factor)
             saved.save()
             self._prepare(module, call, plans, made)
             plans.add(key, made)
@@ -521,16 +604,37 @@ class PlannedForward(MethodEntry):
         if found is not None:
             self.loads += 1
             plan, outcome = found
-            return Made(plan, Baked(plan), outcome), saved
+            return Made.of(plan, outcome), saved
         self.traces += 1
         with without_collections(), plans.guard.undoing():
             traced, outcome = trace_call(module, call, plans.state, self.method, plans.adapters)
             plan = make_plan(traced, lambda graph: saved.note(module, traced, graph, outcome), copy_of)
             if plan.draws and any(map(may_seed, plans.guard.names())):
                 raise Untraceable("the call draws random numbers, and its code names what seeds them")
-        return Made(plan, Baked(plan), outcome), saved
+        return Made.of(plan, outcome), saved
 
-    def _verify(self, module: nn.Module, call: Call, made: Made, state: State) -> None:
+    def _check(
+        self,
+        module: nn.Module,
+        call: Call,
+        key: Any,
+        plans: Plans,
+        made: Made,
+        factor: float,
+        numbers: Sequence[Tensor] = (),
+    ) -> None:
+        """Raise Untraceable if ``_verify`` does. Then such calls have no plan."""
+        try:
+            with scaled(factor):
+                self._verify(module, call, made, plans.state, numbers)
+        except Untraceable as error:
+            plans.made.pop(key, None)
+            plans.refused[key] += [str(error)] * _TRACES
+            raise
+
+    def _verify(
+        self, module: nn.Module, call: Call, made: Made, state: State, numbers: Sequence[Tensor]
+    ) -> None:
         """Raise Untraceable if the plan differs from the module's own code by more than rounding explains."""
         own, planned = ([t.clone() for t in call.tensors] for _ in range(2))  # type: ignore[union-attr]
         as_stock = bool(self._states.replaced(self._states.last()))
@@ -539,7 +643,7 @@ class PlannedForward(MethodEntry):
         if self._reads_copies(made, call.device):
             self._refresh(waits=True)
         with without_rehearsal(), same_random_numbers(call.device):
-            found = made.baked.run(planned)
+            found = made.baked.run([*planned, *numbers])
         for a, b in zip((*found, *planned), (*expected, *own), strict=True):
             by = difference(a, b)
             if by > most_difference(made.plan, b.dtype):

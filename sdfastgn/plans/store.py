@@ -9,6 +9,7 @@ from typing import Any
 from sdfastgn.patches.graphs.arguments import Unsupported
 from sdfastgn.plans.adapters import Adapters
 from sdfastgn.plans.guard import Guard
+from sdfastgn.plans.masks import Masks
 from sdfastgn.plans.outcome import Outcome
 from sdfastgn.plans.run.bake import Baked
 from sdfastgn.plans.run.plan import Plan
@@ -26,17 +27,43 @@ _NEW_KINDS = 16
 # A plan that was used again within so many calls is not removed for another. With 17 sizes in rotation, each
 # call would otherwise be a trace.
 _IN_USE = 128
+# Maximum number of plans without masks beside one with all masks. A model with two masks has at most 8.
+_MOST_UNMASKED = 8
 
 
 @dataclasses.dataclass(slots=True)
 class Made:
-    """A plan, the function that runs it, and what its call leaves besides tensors."""
+    """A plan, the function that runs it, and what its call leaves besides tensors.
+
+    Attributes:
+        last_use: number of the call; 0 if it was not used again.
+        idle: number of the last calls in a row after which the GPU had nothing left to do.
+        masks: the masks of attention that calls may need or not.
+        unmasked: which keys the masks show -> the plan for such calls.
+    """
 
     plan: Plan
     baked: Baked
     outcome: Outcome
-    last_use: int = 0  # number of the call; 0 if it was not used again
-    idle: int = 0  # number of the last calls in a row after which the GPU had nothing left to do
+    last_use: int = 0
+    idle: int = 0
+    masks: Masks | None = None
+    unmasked: dict[tuple[str | None, ...], Made] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plan: Plan, outcome: Outcome) -> Made:
+        """What is made of a new plan."""
+        masks = Masks(plan)
+        return cls(plan, Baked(plan), outcome, masks=masks if len(masks) else None)
+
+    def all(self) -> list[Made]:
+        """This plan, and those without masks."""
+        return [self, *list(self.unmasked.values())]
+
+    def add_unmasked(self, seen: tuple[str | None, ...], made: Made) -> None:
+        if len(self.unmasked) >= _MOST_UNMASKED:
+            del self.unmasked[min(self.unmasked, key=lambda kind: self.unmasked[kind].last_use)]
+        self.unmasked[seen] = made
 
 
 class Plans:

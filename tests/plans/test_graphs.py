@@ -356,3 +356,48 @@ def test_the_report_before_the_first_call():
     text = str(sdfastgn.report(pair.model))
     assert "runs as plans where kernels run: SD3Transformer2DModel" in text
     assert "transformer_blocks" not in text
+
+
+HUNYUAN = "HunyuanVideoTransformer3DModel"
+
+
+def masks_of(*rows):
+    return [{"encoder_attention_mask": torch.tensor([[*map(int, row)]]).bool()} for row in rows]
+
+
+@pytest.mark.parametrize("mode", ["auto", True])
+def test_graphs_read_as_many_keys_as_the_masks_show(mode):
+    pair = Pair(HUNYUAN, mode=mode)
+    one, two = masks_of("1110000", "1111100")
+    pair.agree(*range(8), **one)
+    (planned,) = vars(pair.model)["forward"].planned
+    (made,) = [made for plans in planned._by_state.values() for made in plans.made.values()]
+    assert len(made.unmasked) == 1
+    first = pair.counts
+    assert first[2]
+    pair.agree(*range(8), **two)
+    assert pair.counts[0] == first[0] + 1
+    for seed in range(6):  # two prompts take turns
+        pair.agree(seed, **one)
+        pair.agree(seed, **two)
+    assert pair.counts[0] == first[0] + 1
+    assert len(made.unmasked) == 1
+    assert planned.own == {}
+
+
+def test_a_mask_that_is_written_between_replays():
+    pair = Pair(HUNYUAN)
+    (one,) = masks_of("1110000")
+    pair.agree(*range(8), **one)
+    for row in ("1111100", "1111111", "1000000"):
+        one["encoder_attention_mask"][:] = masks_of(row)[0]["encoder_attention_mask"]
+        pair.agree(*range(6), **one)
+    assert pair.counts[2] > 12
+
+
+def test_masks_that_are_new_in_each_call_have_one_graph():
+    pair = Pair(HUNYUAN)
+    for seed in range(10):
+        pair.agree(seed, **masks_of("1" * (seed % 7 + 1) + "0" * (6 - seed % 7))[0])
+    assert pair.counts[:2] == (1, 1)
+    assert pair.counts[2] > 5

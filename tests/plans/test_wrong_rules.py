@@ -3,33 +3,16 @@
 A wrong rule is a change in the text of a rule, most often a condition that is left out.
 """
 
-import importlib
-import inspect
-import types
-from typing import NamedTuple
-
 import pytest
 
 from tests.plans import programs
 from tests.plans.engine import everything_pays, planned
+from tests.plans.wrong_rules import Wrong, put_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
 
 # Most programs until one is wrong.
 MOST = 6000
-
-
-class Wrong(NamedTuple):
-    """``old`` in the text of ``module`` becomes ``new``. ``old`` occurs there once.
-
-    ``first``: the program with which the search begins, to save time: it was wrong when this was written.
-    """
-
-    name: str
-    module: str
-    old: str
-    new: str
-    first: int = 0
 
 
 WRONG = [
@@ -365,27 +348,3 @@ def fault(program):
         return programs.fault(program, planned)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-
-
-def put_in(patch, wrong):
-    """Gives the functions of the module their code of the changed text. Who has the functions sees it."""
-    module = importlib.import_module(f"sdfastgn.plans.rewrite.{wrong.module}")
-    source = inspect.getsource(module)
-    assert source.count(wrong.old) == 1, f"not once in {wrong.module}.py: {wrong.old}"
-    changed = compile(source.replace(wrong.old, wrong.new), module.__file__, "exec", dont_inherit=True)
-    codes = dict(named_codes(changed))
-    functions = [f for f in vars(module).values() if inspect.isfunction(f)]
-    for cls in filter(inspect.isclass, vars(module).values()):
-        functions += filter(inspect.isfunction, vars(cls).values())
-    for function in functions:
-        if function.__module__ == module.__name__ and function.__qualname__ in codes:
-            patch.setattr(function, "__code__", codes[function.__qualname__])
-
-
-def named_codes(module):
-    """(name, code) of each function and method in the code of a module."""
-    for outer in module.co_consts:
-        if isinstance(outer, types.CodeType):
-            yield outer.co_name, outer
-            inside = [code for code in outer.co_consts if isinstance(code, types.CodeType)]
-            yield from ((f"{outer.co_name}.{inner.co_name}", inner) for inner in inside)

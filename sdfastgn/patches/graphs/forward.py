@@ -514,11 +514,16 @@ class GraphedForward(MethodEntry):
     def _key_of(self, module: nn.Module, call: Call) -> Any:
         """Returns the key of ``call``. Calls with equal keys are of one kind, and can share a graph."""
         settings = global_state(call.device)  # type: ignore[arg-type]
-        return call.key, settings, switched(module), fp8.generation(module)
+        lengths = self._planned.lengths(call) if self._needs_plan and self._planned is not None else None
+        return call.key, settings, switched(module), lengths, fp8.generation(module)
 
     def _is_warm(self, key: Any) -> bool:
         """True if this thread has run all that a capture of a call of the kind ``key`` runs."""
         return self._policy.is_warm(key)
+
+    def _knowing(self, current: _Current) -> Any:
+        """A context for calls with copies of the arguments. Their masks count as those of the call."""
+        return current.forward.knowing(current.call) if self._needs_plan else contextlib.nullcontext()
 
     def _make_room(self) -> None:
         """Make room in the store for one more graph, or raise Unsupported."""
@@ -565,14 +570,16 @@ class GraphedForward(MethodEntry):
             if self.mode is not True:
                 policy.first_call(key)
                 return None
-            self._rehearse(current)
+            with self._knowing(current):
+                self._rehearse(current)
         elif self.mode is not True:
             policy.check_offloaded(key, module)
-        if self._needs_plan:
-            args, kwargs = current.call.rebuild(current.call.tensors)  # type: ignore[arg-type]
-            current.forward.check_capturable(args, kwargs, saves_time=self.mode is not True)
-            self._rehearse(current)
-        return self._capture(current)
+        with self._knowing(current):
+            if self._needs_plan:
+                args, kwargs = current.call.rebuild(current.call.tensors)  # type: ignore[arg-type]
+                current.forward.check_capturable(args, kwargs, saves_time=self.mode is not True)
+                self._rehearse(current)
+            return self._capture(current)
 
     def _find(self, key: Any) -> AnyGraph | None:
         """The graph for calls of kind ``key``. It is dropped if constants of its plans are outdated."""

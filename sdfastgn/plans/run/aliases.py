@@ -85,7 +85,10 @@ def in_memory(n: Any) -> Tensor:
     if n.op == "call_function" and n.target in VIEWS:
         return n.target(in_memory(n.args[0]), *n.args[1:])
     shape = n.meta["shape"]
-    if n.target is steps.attention:  # its kernels write the heads of a token side by side
+    if n.target in (
+        steps.attention,
+        steps.attention_to_first,
+    ):  # its kernels write the heads of a token side by side
         return torch.empty((*shape[:-3], shape[-2], shape[-3], shape[-1]), device="meta").transpose(-2, -3)
     writer: Any = n.args[0] if n.target is operator.getitem else n
     if len(shape) not in (4, 5) or writer.target in _OF_ROWS:

@@ -11,6 +11,7 @@ model's code copies to the GPU in each call. When somebody writes into such a te
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -125,6 +126,26 @@ class Plan:
         """The flat list of results for the tensors among the arguments. Nothing is checked."""
         with torch.no_grad(), without_autocast():
             return self._forward(*self.operands(inputs))
+
+    @property
+    def given(self) -> tuple[list[Node], list[Node]]:
+        """The placeholders of ``graph`` that are constants, and those that are tensors of the call."""
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        end = len(placeholders) - len(self._inputs)
+        held = len(self.parameters) + len(self.others) + len(self.copies)
+        return placeholders[held:end], placeholders[end:]
+
+    def with_graph(self, graph: fx.Graph) -> Plan:
+        """This plan with another ``graph``, which has more placeholders after its own: further inputs.
+
+        The two share their constants. Only ``run`` takes the further inputs.
+        """
+        if self._fold is not None:
+            self._compute_constants()
+        other = copy.copy(self)
+        vars(other).pop("_forward", None)
+        other.graph, other.steps = graph, steps_of(graph)
+        return other
 
     def compile_ahead(self, inputs: Sequence[Tensor], device: torch.device) -> None:
         """Compiles the kernels of a run in parallel threads. The first run compiles one after another.

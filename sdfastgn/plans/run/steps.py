@@ -382,6 +382,25 @@ def attention(
     return scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
+def attention_to_first(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    """``attention`` to the first ``keys`` keys. The heads of a token lie side by side in the result.
+
+    Baked plans take one layout for granted. Which kernel runs depends on the numbers of keys.
+
+    ``keys``: on the CPU; (1,), or a number for each sample, if q, k and v are (N, H, S, D).
+    """
+    counts = [int(n) for n in keys]  # a recording notes that this reads values, unlike ``tolist``
+    if len({*counts}) > 1:
+        samples = zip(*(t.split(1) for t in (q, k, v, keys)), strict=True)
+        parts = [attention_to_first(a, b, c, n, scale, enable_gqa).transpose(1, 2) for a, b, c, n in samples]
+        return torch.cat(parts).transpose(1, 2)
+    k, v = (t[..., : counts[0], :] for t in (k, v))
+    y = attention(q, k, v, None, False, scale, enable_gqa)
+    return y.transpose(1, 2).contiguous().transpose(1, 2) if y.dim() == 4 else y.contiguous()
+
+
 # ---- norms and sums
 
 

@@ -44,6 +44,7 @@ _LIBRARY = (
     steps.linears,
     steps.add_linear_,
     steps.attention,
+    steps.attention_to_first,
 )
 # Steps that move elements and compute nothing.
 _COPIES = (

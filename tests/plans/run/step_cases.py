@@ -319,6 +319,23 @@ CASES = {
         lambda q, k, v, mask: steps.attention(q, k, v, mask, False, 0.3, False),
         partial(sdpa, scale=0.3),
     ),
+    "attention-to-first": (
+        ((2, 3, 7, 8), (2, 3, 5, 8), (2, 3, 5, 8)),
+        lambda q, k, v: steps.attention_to_first(q, k, v, torch.tensor([3]), 0.3, False),
+        lambda q, k, v: sdpa(q, k[:, :, :3], v[:, :, :3], scale=0.3),
+    ),
+    "attention-to-first-of-samples": (
+        ((2, 3, 7, 8), (2, 3, 5, 8), (2, 3, 5, 8)),
+        lambda q, k, v: steps.attention_to_first(q, k, v, torch.tensor([2, 4]), None, False),
+        lambda q, k, v: torch.cat(
+            [sdpa(q[i:][:1], k[i:][:1, :, :n], v[i:][:1, :, :n]) for i, n in ((0, 2), (1, 4))]
+        ),
+    ),
+    "attention-to-first-without-heads": (
+        ((2, 7, 8), (2, 5, 8), (2, 5, 8)),
+        lambda q, k, v: steps.attention_to_first(q, k, v, torch.tensor([1]), None, False),
+        lambda q, k, v: sdpa(q, k[:, :1], v[:, :1]),
+    ),
     "attention-causal": (
         ((2, 3, 7, 8),) * 3,
         lambda q, k, v: steps.attention(q, k, v, None, True, None, False),

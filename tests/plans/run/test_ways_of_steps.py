@@ -160,6 +160,23 @@ def test_attention_to_few_keys(scale, launches, on_kernels):
     assert len(launches) == (scale is None or scale > 0)
 
 
+@pytest.mark.parametrize("shape", [(2, 9, 2, 32), (2, 9, 2, 12), (1, 9, 1, 32)])
+@pytest.mark.parametrize("keys", [1, 7, 200])
+def test_attention_to_first_keys_has_one_layout(shape, keys, on_kernels):
+    """Baked plans count on it. Few keys run another kernel."""
+    B, S, H, D = shape
+    q, k = torch.randn(B, H, S, D).half(), torch.randn(B, H, 200, D).half()
+    y = steps.attention_to_first(q, k, k, torch.tensor([keys]), None, False)
+    assert y.transpose(1, 2).is_contiguous()
+    truth = F.scaled_dot_product_attention(q.double(), *[k[:, :, :keys].double()] * 2)
+    torch.testing.assert_close(y.double(), truth, atol=4e-3, rtol=4e-3)
+    each = steps.attention_to_first(q, k, k, torch.tensor([keys, 150][:B]), None, False)
+    assert each.transpose(1, 2).is_contiguous()
+    assert torch.equal(
+        each[0], steps.attention_to_first(q[:1], k[:1], k[:1], torch.tensor([keys]), None, False)[0]
+    )
+
+
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_attention_with_wide_heads(scale, monkeypatch, launches, on_kernels):
     monkeypatch.setattr(wide_heads, "pays", lambda *sizes: True)
