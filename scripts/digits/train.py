@@ -42,7 +42,7 @@ from sdfastgn.models.pipelines import build_tokenizer, write_tokenizer
 from sdfastgn.program import OptionError
 
 LEARNING_RATE = 1e-3
-# Number of steps in which the learning rate rises to ``LEARNING_RATE``. Afterwards it falls to 0.
+# Number of steps in which the learning rate rises to its maximum. Afterwards it falls to 0.
 WARM_UP = 100
 # Weight of the KL divergence in the autoencoder's loss, as for Stable Diffusion.
 # The other term of the loss, the mean error of a pixel, has the weight 1.
@@ -87,16 +87,20 @@ SCHEDULER = {
 class Digits:
     """The scanned digits, from which random training images are made.
 
+    Args:
+        device: where the images are made.
+        scans: the scans to use; all by default.
+
     Attributes:
         pixels: the scans, (N, 1, 8, 8) in [0, 1]; 1 is ink.
         values: (N,) int64, the digits 0 to 9 that the scans show.
         inks: (colors, 3), the RGB values of ``INKS``.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, scans: slice = slice(None)) -> None:
         loaded = load_digits()
-        self.pixels = torch.as_tensor(loaded.images, dtype=torch.float32, device=device)[:, None] / 16
-        self.values = torch.as_tensor(loaded.target, dtype=torch.long, device=device)
+        self.pixels = torch.as_tensor(loaded.images[scans], dtype=torch.float32, device=device)[:, None] / 16
+        self.values = torch.as_tensor(loaded.target[scans], dtype=torch.long, device=device)
         self.inks = torch.tensor(list(INKS.values()), device=device)
 
     # Autocast is off, because rounding to bf16 would move the grid's positions by a tenth of a pixel.
@@ -130,11 +134,20 @@ class Digits:
         return self.paint(self.draw(which), colors), self.values[which] * len(INKS) + colors
 
 
-def fit(name: str, models: Iterable[nn.Module], steps: int, loss_of: Callable[[], Tensor]) -> None:
-    """Trains ``models`` in place to minimize ``loss_of()``. Prints the mean loss about ten times."""
+def fit(
+    name: str,
+    models: Iterable[nn.Module],
+    steps: int,
+    loss_of: Callable[[], Tensor],
+    rate: float = LEARNING_RATE,
+) -> None:
+    """Trains ``models`` in place to minimize ``loss_of()``. Prints the mean loss about ten times.
+
+    ``rate``: the highest learning rate.
+    """
     parameters = [parameter for model in models for parameter in model.parameters()]
     device = parameters[0].device.type
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+    optimizer = torch.optim.AdamW(parameters, lr=rate, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / WARM_UP) * math.cos(math.pi / 2 * step / steps) ** 2
     )

@@ -1,14 +1,11 @@
-"""Measure ``optimize(pipe, precision="fp8")``: its speed, and the quality of its images.
+"""Measure the speed of ``optimize(pipe, precision="fp8")``. ``fp8_quality.py`` measures the quality.
 
 python -m scripts.publish.fp8 times --json benchmarks/by_hand/fp8_times.json
 python -m scripts.publish.fp8 mlperf --json benchmarks/by_hand/fp8_mlperf.json
-python -m scripts.publish.fp8 quality --json benchmarks/by_hand/fp8_quality.json --png docs/images/fp8.png
 
 - ``times``: UNet steps and a pipeline with random weights, in fp16 and in FP8. If torchao is installed, steps
   of two samples are also timed with torch.compile and torchao's FP8.
 - ``mlperf``: images per second in fp16 and in FP8, with the settings of MLPerf (``--preset mlperf``).
-- ``quality``: the trained pipeline of digits draws the same images with stock in fp32 and fp16, with sdfastgn
-  in fp16, and in FP8. All are compared with fp32's, and a classifier reads the digits.
 """
 
 from __future__ import annotations
@@ -18,29 +15,24 @@ import contextlib
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-import sdfastgn
 from scripts.publish.runs import finite, release_memory
-from scripts.publish.tables.fp8 import MLPERF, QUALITY, TIMES, TORCHAO, VARIANTS, QualityRow
+from scripts.publish.tables.fp8 import MLPERF, TIMES, TORCHAO, VARIANTS
 from sdfastgn.bench import documents, gate, timing, workload
 from sdfastgn.bench import run as end_to_end
 from sdfastgn.bench.environment import environment
-from sdfastgn.bench.images import psnr, ssim
 from sdfastgn.bench.presets import PRESETS
 from sdfastgn.bench.variants import VARIANTS as EVERY
 from sdfastgn.bench.variants import Variant, prepared
 from sdfastgn.bench.workload import BenchConfig
-from sdfastgn.cli import digits, digits_pipeline
 from sdfastgn.cli.session import exit_code
-from sdfastgn.models.pipelines import load_pipeline
 
 # (model, part, pixels along a side, batch, True if errors against fp32 and torchao's FP8 are measured too).
 CASES = (
@@ -50,15 +42,10 @@ CASES = (
     ("sdxl", "unet", 1024, 64, False),
 )
 TINY = (("tiny", "unet", 64, 2, True),)
-IMAGES, STEPS = 200, 30
+STEPS = 30
 # ``mlperf`` draws images that are not timed, such as those for the comparison with stock, in this number of
 # steps.
 FEW_STEPS = 2
-# Number of images in a call of the pipeline.
-BATCH = 50
-# Seeds of images that are drawn first, so that FP8 learns its scales. The images that are compared have other
-# seeds.
-OTHERS = range(1000, 1000 + BATCH)
 
 
 def _torchao_reason(device: torch.device) -> str | None:
@@ -151,131 +138,37 @@ def mlperf(config: BenchConfig, on_row: Callable[[end_to_end.Row], object]) -> N
         release_memory()
 
 
-def drawn(pipe: Any, every: range, steps: int) -> np.ndarray:
-    """Draws the images with the numbers ``every``, (N, 64, 64, 3) in [0, 1].
-
-    Each number is the seed of its image's noise. The noise is drawn in fp32 on the CPU, because a pipeline in
-    fp16 would draw other noise from the same seed.
-    """
-    unet = pipe.unet
-    shape = unet.config.in_channels, unet.config.sample_size, unet.config.sample_size
-    images = []
-    for first in range(0, len(every), BATCH):
-        numbers = every[first : first + BATCH]
-        noise = [torch.randn(shape, generator=torch.Generator().manual_seed(number)) for number in numbers]
-        images.append(
-            pipe(
-                [asked(number)[1] for number in numbers],
-                latents=torch.stack(noise).to(unet.device, unet.dtype),
-                num_inference_steps=steps,
-                guidance_scale=digits_pipeline.GUIDANCE,
-                output_type="np",
-            ).images
-        )
-    return np.concatenate(images)
-
-
-def asked(number: int) -> tuple[int, str]:
-    """The digit that the image with this number shall show, and its prompt."""
-    digit, inks = number % len(digits_pipeline.NUMERALS), list(digits_pipeline.INKS)
-    return digit, digits_pipeline.prompt_of(digit, inks[number % len(inks)])
-
-
-def quality(device: str, count: int, steps: int) -> Iterator[tuple[QualityRow, np.ndarray]]:
-    """Yields (row, images) of stock in fp32 and in fp16, and of each variant of sdfastgn."""
-    folder, dtype = str(digits_pipeline.FOLDER), torch.float16
-    exact = load_pipeline("digits", folder, torch.float32, device)
-    exact.set_progress_bar_config(disable=True)
-    reference = drawn(exact, range(count), steps)
-    yield _row("fp32", exact, reference, reference), reference
-    pipe = load_pipeline("digits", folder, dtype, device)
-    pipe.set_progress_bar_config(disable=True)
-    images = drawn(pipe, range(count), steps)
-    yield _row("fp16", pipe, images, reference), images
-    for variant in VARIANTS:
-        sdfastgn.optimize(pipe, precision="fp8" if variant == "sdfastgn_fp8" else None)
-        drawn(pipe, OTHERS, steps)  # with FP8, these calls learn its scales
-        images = drawn(pipe, range(count), steps)
-        yield _row(variant, pipe, images, reference), images
-
-
-def _row(variant: str, pipe: Any, images: np.ndarray, reference: np.ndarray) -> QualityRow:
-    found = digits_pipeline.read(images)
-    read = sum(a == asked(number)[0] for number, a in enumerate(found))
-    row = QualityRow(variant, len(images), read)
-    if images is not reference:
-        least = min(psnr(a, b) for a, b in zip(images, reference, strict=True))
-        row = replace(
-            row,
-            psnr_db=finite(psnr(images, reference)),
-            least_psnr_db=finite(least),
-            ssim=ssim(images, reference),
-        )
-    for state in sdfastgn.report(pipe).fp8:
-        row = replace(
-            row,
-            products=state.products,
-            in_e4m3=state.in_e4m3,
-            error=finite(state.error),
-            beyond=state.beyond,
-        )
-    return row
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Returns the exit code: 1 if all times are missing or an output was wrong, else 0. It is 0 for ``quality``.
-    """
+    """Runs the command. Returns the exit code: 1 if all times are missing or an output was wrong, else 0."""
     parser = argparse.ArgumentParser(
         "python -m scripts.publish.fp8",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=("times", "mlperf", "quality"), help="what is measured")
+    parser.add_argument("what", choices=("times", "mlperf"), help="what is measured")
     parser.add_argument("--json", type=Path, required=True, help="file for the result")
-    parser.add_argument("--png", type=Path, help="file for a picture of ten images, with quality")
-    parser.add_argument("--tiny", action="store_true", help="measure a small model, or few images")
+    parser.add_argument("--tiny", action="store_true", help="measure a small model")
     parser.add_argument("--device", default="cuda", help="device of the models")
     options = parser.parse_args(arguments)
     device, start = torch.device(options.device), time.monotonic()
-
-    def write(kind: str, where: dict[str, Any], config: dict[str, Any], rows: Sequence[object]) -> None:
-        # The file is written after each row, so that an interrupted run keeps its results.
-        print(f"{time.monotonic() - start:5.0f} s  {rows[-1]}", flush=True)
-        documents.write_json(options.json, documents.document(kind, where, config, rows))
-
+    kind = TIMES if options.what == "times" else MLPERF
+    config = mlperf_config(options.device, is_tiny=options.tiny)
+    steps = STEPS if kind == TIMES else config.steps
     rows: list[end_to_end.Row] = []
-    if options.what != "quality":
-        kind = TIMES if options.what == "times" else MLPERF
-        config = mlperf_config(options.device, is_tiny=options.tiny)
-        steps = STEPS if kind == TIMES else config.steps
-        with timing.global_switches() as switches, torch.no_grad():
-            where = environment(device, switches)
-
-            def keep(row: end_to_end.Row) -> None:
-                rows.append(row)
-                write(kind, where, {"steps": steps}, rows)
-
-            if kind == MLPERF:
-                mlperf(config, keep)
-            else:
-                times(TINY if options.tiny else CASES, options.device, keep)
-        return exit_code(rows)
-    count, steps = (10, 3) if options.tiny else (IMAGES, STEPS)
-    found: list[QualityRow] = []
-    images: list[np.ndarray] = []
-    # With TF32 the images of stock in fp32 would not be exact.
-    with timing.global_switches(cudnn_tf32=False) as switches:
+    with timing.global_switches() as switches, torch.no_grad():
         where = environment(device, switches)
-        for each, its_images in quality(options.device, count, steps):
-            found.append(each)
-            images.append(its_images[:10])
-            write(QUALITY, where, {"steps": steps}, found)
-    if options.png is not None:
-        prompts = [asked(number)[1] for number in range(10)]
-        digits.grid(prompts, {"stock, fp32": images[0], "FP8": images[-1]}).save(options.png)
-    return 0
+
+        def keep(row: end_to_end.Row) -> None:
+            # The file is written after each row, so that an interrupted run keeps its results.
+            rows.append(row)
+            print(f"{time.monotonic() - start:5.0f} s  {row}", flush=True)
+            documents.write_json(options.json, documents.document(kind, where, {"steps": steps}, rows))
+
+        if kind == MLPERF:
+            mlperf(config, keep)
+        else:
+            times(TINY if options.tiny else CASES, options.device, keep)
+    return exit_code(rows)
 
 
 if __name__ == "__main__":

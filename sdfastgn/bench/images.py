@@ -1,4 +1,4 @@
-"""Measures how much images and tensors differ: PSNR, SSIM, relative error."""
+"""Measures how much images and tensors differ: PSNR, SSIM, relative errors."""
 
 from __future__ import annotations
 
@@ -78,3 +78,23 @@ def relative_error(a: Tensor | Mapping[str, Tensor], b: Tensor | Mapping[str, Te
         difference += float((found.double() - truth).square().sum())
         norm += float(truth.square().sum())
     return math.sqrt(difference / norm) if norm else math.nan
+
+
+def row_errors(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """The median and the 95th percentile of the relative errors of the rows of ``a``.
+
+    A row has all channels at one position: a row of the last axis, or of axis 1 in images and videos
+    (N, C, ..., H, W). Its error is ||a - b|| / ||b||. NaN if a value is NaN.
+
+    Raises ValueError if the shapes differ.
+    """
+    if a.shape != b.shape:
+        raise ValueError(f"row_errors: shapes differ: {tuple(a.shape)} and {tuple(b.shape)}")
+    axis = 1 if b.dim() >= 4 else -1
+    truth = b.to(a.device).float()
+    difference = (a.float() - truth).norm(dim=axis).flatten()
+    errors = torch.where(difference == 0, 0.0, difference / truth.norm(dim=axis).flatten())
+    if errors.isnan().any():
+        return math.nan, math.nan
+    median, most = (errors.kthvalue(math.ceil(share * len(errors))).values for share in (0.5, 0.95))
+    return float(median), float(most)

@@ -596,8 +596,10 @@ class PlannedForward(MethodEntry):
 
     def _new(self, module: nn.Module, call: Call, key: Any, plans: Plans) -> tuple[Made, Saved]:
         """A plan from disk, or of a new trace, and its file."""
-        about = key, self.method, self.trusted, self.weights is not None
         copy_of = None if self.weights is None else self.weights.copy_of
+        quantized = set() if self.weights is None else self.weights.layers()
+        paths = tuple(path for path, layer in module.named_modules() if layer in quantized)
+        about = key, self.method, self.trusted, self.weights is not None, paths
         is_kept = not plans.state.names() and not plans.adapters.layers
         saved = Saved.of(module, about, call.device, plans.guard) if is_kept else Saved(None)
         found = saved.load(module, call.tensors, copy_of)
@@ -608,7 +610,13 @@ class PlannedForward(MethodEntry):
         self.traces += 1
         with without_collections(), plans.guard.undoing():
             traced, outcome = trace_call(module, call, plans.state, self.method, plans.adapters)
-            plan = make_plan(traced, lambda graph: saved.note(module, traced, graph, outcome), copy_of)
+            layers = plans.adapters.layers
+            plan = make_plan(
+                traced,
+                lambda graph: saved.note(module, traced, graph, outcome),
+                copy_of,
+                lambda part: layers.get(part, part) in quantized,
+            )
             if plan.draws and any(map(may_seed, plans.guard.names())):
                 raise Untraceable("the call draws random numbers, and its code names what seeds them")
         return Made.of(plan, outcome), saved

@@ -20,7 +20,7 @@ from sdfastgn.patches import patcher
 from sdfastgn.patches.code.checked import entrances, stop_checking
 from sdfastgn.patches.code.states import States
 from sdfastgn.patches.fp8 import models as fp8
-from sdfastgn.patches.fp8.rows import RowWeights
+from sdfastgn.patches.fp8.rows import RowWeights, in_blocks
 from sdfastgn.patches.graphs.forward import GraphedForward, Planner
 from sdfastgn.patches.graphs.install import graphed_of, outermost, place_in, set_mode
 from sdfastgn.patches.graphs.models import is_graphable, numbers_of, takes_gigabytes
@@ -107,7 +107,7 @@ def weights_in_rows(root: nn.Module) -> list[Tensor]:
     """The weights of linear layers that plans of ``root`` may read in E4M3. Empty if it is no transformer."""
     if not (_has_adaptive_norms(root) and gets_plans(root)):
         return []
-    weights = [m.weight for m in root.modules() if isinstance(m, nn.Linear)]
+    weights = [m.weight for m in in_blocks(root) if isinstance(m, nn.Linear)]
     return [weight for weight in weights if min(weight.shape) >= FEWEST_COLUMNS]
 
 

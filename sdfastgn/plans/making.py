@@ -91,15 +91,20 @@ def places(call: Call) -> tuple[int, ...]:
 
 
 def make_plan(
-    traced: Traced, note: Callable[[fx.Graph], object] = lambda graph: None, copy_of: Any = None
+    traced: Traced,
+    note: Callable[[fx.Graph], object] = lambda graph: None,
+    copy_of: Any = None,
+    may_copy: Callable[[nn.Module], bool] = lambda module: True,
 ) -> Plan:
     """Rewrite the graph, which the plan takes over. Raises Untraceable, with the reason.
 
     ``note`` is called with the rewritten graph, which it must not keep. ``copy_of``: as in ``Plan``; None if
-    nothing is computed in E4M3.
+    nothing is computed in E4M3. ``may_copy``: True for a module whose weights may be read in E4M3.
     """
     try:
-        graph = rewrite(traced.graph.graph, in_e4m3=copy_of is not None)
+        weights = zip(traced.graph.graph.nodes, traced.parameters, strict=False)  # placeholders come first
+        in_e4m3 = [n for n, (module, *_) in weights if copy_of is not None and may_copy(module)]
+        graph = rewrite(traced.graph.graph, in_e4m3)
         note(graph)
         return Plan(traced, graph, copy_of)
     except Untraceable:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sdfastgn.bench.images import psnr, relative_error, ssim
+from sdfastgn.bench.images import psnr, relative_error, row_errors, ssim
 
 
 def test_psnr_of_a_known_difference():
@@ -22,6 +22,22 @@ def test_relative_error_of_a_known_difference():
     b = torch.tensor([3.0, 4.0])
     assert relative_error(b * 1.1, b) == pytest.approx(0.1, rel=1e-5)
     assert math.isnan(relative_error(b * math.nan, b))
+
+
+@pytest.mark.parametrize("as_image", [False, True])
+def test_errors_of_rows(as_image):
+    """One large row of twenty hides nothing. Rows of zeros that are right have no error."""
+    b = torch.ones(20, 4)
+    b[0] *= 1e6
+    b[1] = 0
+    a = b * torch.tensor([1.0, 1.0, *[1.25] * 16, *[1.5] * 2])[:, None]
+    if as_image:
+        a, b = (t.T.reshape(1, 4, 5, 4) for t in (a, b))
+    assert row_errors(a, b) == (0.25, 0.5)
+    assert relative_error(a, b) < 1e-5
+    assert row_errors(b, b) == (0.0, 0.0)
+    a[0, 0] = math.nan
+    assert all(map(math.isnan, row_errors(a, b)))
 
 
 def test_ssim_of_what_is_known():
@@ -60,8 +76,9 @@ def test_ssim_needs_a_window():
         lambda: psnr(np.zeros(3), np.zeros(4)),
         lambda: ssim(np.zeros((11, 11, 3)), np.zeros((11, 11, 1))),
         lambda: relative_error(torch.ones(3), torch.ones(4)),
+        lambda: row_errors(torch.ones(3), torch.ones(4)),
     ],
-    ids=["psnr", "ssim", "relative"],
+    ids=["psnr", "ssim", "relative", "rows"],
 )
 def test_shapes_must_agree(call):
     with pytest.raises(ValueError, match="shapes differ"):

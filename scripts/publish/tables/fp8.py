@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scripts.publish.tables.end_to_end import rows_of_runs
 from scripts.publish.tables.markdown import NO_RESULTS, documents, markdown
 from sdfastgn.bench.documents import OK
 from sdfastgn.bench.presets import PRESETS
 from sdfastgn.bench.run import Row
-from sdfastgn.bench.tables.cells import NOTHING, error_text, number, source_line
+from sdfastgn.bench.tables.cells import NOTHING, error_text, number, source_line, without_empty_columns
 from sdfastgn.bench.tables.profile import row_title
 from sdfastgn.bench.variants import label
 
@@ -21,32 +22,50 @@ TIMES, MLPERF, QUALITY = "fp8_times", "fp8_mlperf", "fp8_quality"
 TORCHAO = "compile_torchao_fp8"
 # The variants of sdfastgn that are compared: in the model's dtype, and in FP8.
 VARIANTS = ("sdfastgn", "sdfastgn_fp8")
+# Name of the variant that computes as in E4M3, with one scale for each tensor.
+ONE_SCALE = "one_scale"
 _TIMES = (
     "", "fp16: ms", "FP8: ms", "FP8's time, of fp16's", "fp16: error against fp32", "FP8: error against fp32",
     "FP8: seconds until ready",
 )  # fmt: skip
 _PEER = "torch.compile + torchao, FP8: ms", "its error against fp32", "its seconds until ready"
-_QUALITY = (
-    "pipeline", "PSNR to fp32, dB", "PSNR of the worst image, dB", "SSIM to fp32", "read as the prompt says",
-    "values beyond the range",
-)  # fmt: skip
+
+
+class Trained(NamedTuple):
+    """A trained model of digits. ``title``: its name in tables. ``dtype``: its own, a key of ``DTYPES``."""
+
+    title: str
+    dtype: str
+
+
+TRAINED = {
+    "unet": Trained("UNet", "fp16"),
+    "transformer": Trained("transformer", "bf16"),
+    "lora": Trained("transformer with a LoRA", "bf16"),
+    "outliers": Trained("transformer with large rows", "bf16"),
+}
 
 
 @dataclass(frozen=True)
 class QualityRow:
-    """The images of one variant of the pipeline of digits, compared with stock's images in fp32.
+    """The images of one variant of a trained model, compared with stock's images in fp32.
 
     Attributes:
-        variant: ``"fp32"`` or ``"fp16"`` (stock), or one of ``VARIANTS``.
+        variant: ``"fp32"`` or ``"half"`` (stock), one of ``VARIANTS``, or ``ONE_SCALE``.
         images: number of images.
         read: number of images in which the classifier reads the digit that the prompt names.
         psnr_db, ssim: of all images. Both are None for stock in fp32. For equal images ``psnr_db`` is None.
         least_psnr_db: the smallest PSNR of one image.
-        products: number of matrix products of linear layers in the UNet that may run in E4M3. Layers with the
-            same input can share a product.
+        products: number of matrix products of linear layers that may run in E4M3. Layers with the same input
+            can share a product.
         in_e4m3: number of these products that run in E4M3.
-        error: the largest relative error of such a product. None if no product runs in E4M3.
+        error: the largest relative error of such a product. None if none was measured.
         beyond: number of values that were beyond the learned range, and so were written with larger scales.
+        model: a key of ``TRAINED``.
+        median_psnr_db, low_psnr_db: the median of the images' PSNR, and their 5th percentile.
+        loss: the mean squared error of one step with latents of scans that the transformer has not seen.
+        row_error, high_row_error: the median and the 95th percentile of the relative errors of this step's
+            rows, against fp32. A row has the channels of one latent.
     """
 
     variant: str
@@ -59,6 +78,12 @@ class QualityRow:
     in_e4m3: int = 0
     error: float | None = None
     beyond: int = 0
+    model: str = "unet"
+    median_psnr_db: float | None = None
+    low_psnr_db: float | None = None
+    loss: float | None = None
+    row_error: float | None = None
+    high_row_error: float | None = None
 
 
 def fp8_times_markdown(results: Path) -> str:
@@ -126,21 +151,38 @@ def fp8_quality_markdown(results: Path) -> str:
         rows = [QualityRow(**values) for values in content["rows"]]
         config = content["config"]
         what = f"{rows[0].images} images of 64², {config['steps']} steps. {source_line(content)}"
-        blocks.append(markdown(_QUALITY, [_quality_cells(row) for row in rows], [what]))
+        header, body = without_empty_columns([_quality_cells(row) for row in rows])
+        blocks.append(markdown(header, body, [what]))
     return "\n\n".join(blocks) or NO_RESULTS
 
 
-def _quality_cells(row: QualityRow) -> list[str]:
-    names = {"fp32": "stock, fp32", "fp16": "stock, fp16", "sdfastgn": "sdfastgn, fp16"}
-    name = names.get(row.variant) or f"{label(row.variant)}: {row.in_e4m3} of {row.products} products"
+def _quality_cells(row: QualityRow) -> dict[str, str]:
+    title, dtype = TRAINED[row.model]
+    names = {
+        "fp32": "stock, fp32",
+        "half": f"stock, {dtype}",
+        "fp16": "stock, fp16",
+        "sdfastgn": f"sdfastgn, {dtype}",
+        "sdfastgn_fp8": f"sdfastgn, FP8: {row.in_e4m3} of {row.products} products",
+        ONE_SCALE: "FP8, one scale for each tensor",
+    }
     share = row.read / row.images
     # The standard deviation of the number of right images, if each is right with the same probability.
     spread = math.sqrt(row.images * share * (1 - share))
-    return [
-        name,
-        number(row.psnr_db),
-        number(row.least_psnr_db),
-        number(row.ssim, 4),
-        f"{row.read} ± {spread:.1f}",
-        str(row.beyond) if row.products else NOTHING,
-    ]
+    psnr = [row.median_psnr_db, row.low_psnr_db, row.least_psnr_db]
+    errors = [row.row_error, row.high_row_error]
+    return {
+        "model": f"{title}: {names[row.variant]}",
+        "PSNR to fp32, dB": number(row.psnr_db),
+        "of an image: median / worst 5 % / worst": _several(psnr, number),
+        "SSIM to fp32": number(row.ssim, 4),
+        "read as the prompt says": f"{row.read} ± {spread:.1f}",
+        "loss of a step": number(row.loss, 4),
+        "error of a row of a step: median / 95 %": _several(errors, error_text),
+        "values beyond the range": str(row.beyond) if row.products and row.model == "unet" else NOTHING,
+    }
+
+
+def _several(values: Sequence[float | None], text: Callable[[float | None], str]) -> str:
+    """The cell of several values; ``NOTHING`` if there is none of them."""
+    return NOTHING if all(value is None for value in values) else " / ".join(map(text, values))

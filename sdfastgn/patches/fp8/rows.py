@@ -24,7 +24,17 @@ from sdfastgn.patches.fp8.product import offloading_of
 from sdfastgn.patches.lora.contents import Contents
 from sdfastgn.patches.lora.merged_weights import is_merged_weight, wait_for, written_now
 
-__all__ = ["Copy", "RowWeights"]
+__all__ = ["Copy", "RowWeights", "in_blocks"]
+
+
+def in_blocks(model: nn.Module) -> set[nn.Module]:
+    """All modules in the blocks of ``model``: in its lists of modules, those that have a norm inside.
+
+    Layers outside of blocks compute embeddings, the modulations of all blocks, and the model's result.
+    """
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    blocks = [each for m in lists for each in m if any("eps" in vars(part) for part in each.modules())]
+    return {part for block in blocks for part in block.modules()}
 
 
 class Copy(list[Tensor]):
@@ -62,7 +72,7 @@ class Copy(list[Tensor]):
 
 
 class RowWeights:
-    """The copies of the weights of ``model``. Several threads may use it at once.
+    """The copies of weights in the blocks of ``model``. Several threads may use it at once.
 
     Attributes:
         replaced: counts how often a copy was freed or got other memory. CUDA graphs from before are invalid.
@@ -70,6 +80,7 @@ class RowWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self.replaced = 0
+        self._model = weakref.ref(model)
         # If hooks move the weights of any layer in each call, one of these modules has such a hook.
         layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
         self._hooked = tuple(map(weakref.ref, (model, *layers[:1])))
@@ -77,6 +88,11 @@ class RowWeights:
         self._lock = threading.RLock()
         self._contents: Contents | None = None
         self._written: dict[torch.device, Any] = {}
+
+    def layers(self) -> set[nn.Module]:
+        """The modules of whose weights there may be copies: a model's other layers are more sensitive."""
+        model = self._model()
+        return set() if model is None else in_blocks(model)
 
     def copy_of(self, holder: dict[str, Any], name: str) -> Copy:
         """The copy of the weight ``holder[name]``, which ``refresh`` makes. The caller must keep it."""

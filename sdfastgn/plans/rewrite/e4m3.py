@@ -4,16 +4,18 @@ A step before the product writes the product's input in E4M3. Several products o
 An adaptive norm writes E4M3 itself. Otherwise the step also computes an activation, and it reads both parts
 of a concatenation, or both factors of a gated activation. So no other step writes these to memory.
 
-Sizes alone decide which layers are computed in E4M3. Small ones would hardly be faster, and they are also the
-sensitive ones: the embeddings of timestep and prompt have few rows, and the layers into and out of a model
-have few columns. In the other layers the error is that of rounding to E4M3, because each call computes the
-scale of each row. So no value is cut off, and an outlier costs no precision in other rows.
+Only large layers in the model's blocks are computed in E4M3 (``in_blocks`` of ``patches/fp8/rows.py``). Small
+ones would hardly be faster. The sensitive ones are outside of blocks: embeddings of patches, prompt and
+timestep, and the last layer. Modulations in blocks have few rows. In the other layers the error is that of
+rounding to E4M3, because each call computes the scale of each row. So no value is cut off, and an outlier
+costs no precision in other rows.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -50,10 +52,13 @@ _SIZES = 16
 DTYPE = torch.bfloat16
 
 
-def e4m3(graph: fx.Graph) -> fx.Graph:
-    """linear(x, weight, bias) of many rows -> ``linear_e4m3`` of quantized rows and weights."""
-    r = Rewriter(graph)
-    found = [n for n in graph.nodes if _fits(n)]
+def e4m3(graph: fx.Graph, weights: Collection[Node]) -> fx.Graph:
+    """linear(x, weight, bias) of many rows -> ``linear_e4m3`` of quantized rows and weights.
+
+    ``weights``: the parameters that may be quantized.
+    """
+    r, allowed = Rewriter(graph), set(weights)
+    found = [n for n in graph.nodes if _fits(n, allowed)]
     written: dict[Any, list[Node]] = {}
     for n in found:
         r.at = n
@@ -66,13 +71,13 @@ def e4m3(graph: fx.Graph) -> fx.Graph:
     return ordered(cleaned(graph)) if r.has_changed else graph
 
 
-def _fits(n: Node) -> bool:
-    """True if ``n`` is the product of many rows with a large parameter, all in the models' dtype."""
+def _fits(n: Node, weights: set[Node]) -> bool:
+    """True if ``n`` is the product of many rows with a large one of ``weights``, all in the models' dtype."""
     if not has(n, steps.linear):
         return False
     x, weight, bias = n.args
     are_alike = all(dtype(t) == DTYPE for t in (n, x, weight, bias) if t is not None)
-    if not are_alike or weight.op != "placeholder" or rank(weight) != 2:
+    if not are_alike or weight not in weights or rank(weight) != 2:
         return False
     are_large = math.prod(shape(x)[:-1]) >= FEWEST_ROWS and min(shape(weight)) >= FEWEST_COLUMNS
     return are_large and not any(size % _SIZES for size in shape(weight)) and fits_registers(shape(x)[-1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import fx
@@ -58,17 +58,18 @@ PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
 )
 
 
-def rewrite(graph: fx.Graph, *, in_e4m3: bool = False) -> fx.Graph:
+def rewrite(graph: fx.Graph, in_e4m3: Collection[fx.Node] = ()) -> fx.Graph:
     """Replaces the ops of a traced graph by steps.
 
-    ``in_e4m3``: True to compute large products in E4M3. Raises Untraceable if a plan cannot repeat an op.
+    ``in_e4m3``: parameters of which large products are computed in E4M3. Raises Untraceable if a plan cannot
+    repeat an op.
     """
     for n in graph.nodes:
         _check(n)
     drawn = _random_numbers(graph)
     for each in PASSES:
         if each is tokens and in_e4m3:  # before the other steps that compute activations of products
-            graph = e4m3(graph)
+            graph = e4m3(graph, in_e4m3)
         graph = each(graph)
     if _random_numbers(graph) != drawn:
         raise Untraceable("the plan would draw the call's random numbers in another order")
