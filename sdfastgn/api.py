@@ -154,7 +154,7 @@ def restore(obj: T) -> T:
     changed = {
         name: model
         for name, model in models.items()
-        if name in roots or followed_in(model) or call_entry(model) is not None
+        if name in roots or followed_in(model.modules()) or call_entry(model) is not None
     }
     _refuse_in_ddp("restore", obj, changed.values())
     left = []
@@ -390,7 +390,7 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Snapshot], We
         return [], WeakSet()
     in_rows = [w for root in roots.values() for w in _weights_in_rows(root, options)]
     fp8_option.check(call, roots.values(), options.precision, in_rows)
-    if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
+    if is_in_ddp(roots.values()) and any(map(channels_last.unconverted_weights, roots.values())):
         raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
     _prepare_triton(every.values())
     with one_at_a_time:

@@ -87,17 +87,18 @@ def take(name: str, component: Any, options: Options) -> Snapshot:
         for module in component.modules()
         if (graphed := graphs.graphed_of(module)) is not None
     }
-    followed = followed_in(component)
+    modules = list(component.modules())
+    followed = followed_in(modules)
     trusted = plans.trusted_in(component)
     is_stock = is_stock and not (modes or followed or channels_last.is_applied(component))
     is_stock = is_stock and trusted is None and call_entry(component) is None
-    laid_out = channels_last.laid_out(component)
-    unmerged = frozenset(module for module in component.modules() if not merged_adapters.is_allowed(module))
+    laid_out = channels_last.laid_out(modules)
+    unmerged = frozenset(module for module in modules if not merged_adapters.is_allowed(module))
     left_out = patcher.left_out_of(component)
     names = left_out.union(options.left_out)
     every = patcher.inspect(component, name, left_out=()) if names else []
     leaving = tuple(f for f in every if f.fusion.name in names and f.fusion.is_applied(f.module))
-    kept = followed, fp8.kept_in(component), unmerged, patcher.asked_of(component), left_out, leaving, trusted
+    kept = followed, fp8.kept_in(modules), unmerged, patcher.asked_of(component), left_out, leaving, trusted
     return Snapshot(name, component, findings, is_stock, modes, laid_out, *kept)
 
 

@@ -131,18 +131,18 @@ def inspect(
     if not isinstance(component, nn.Module):
         rules = [rule for rule in OBJECT_FUSIONS if rule.claims(component)]
         return [_finding(prefix, component, rule) for rule in rules[:1]]
+    named = list(component.named_modules(prefix=prefix))
+    modules = [module for _, module in named]
     left_out = left_out_of(component) if left_out is None else left_out
     fusions = [fusion for fusion in FUSIONS if fusion.name not in left_out]
     asked = asked_of(component).union(asked)
     for name, fusion in ASKED_FUSIONS.items():
-        if name in asked or any(map(fusion.is_applied, component.modules())):
+        if name in asked or any(map(fusion.is_applied, modules)):
             fusions.append(fusion)
     findings = []
-    reason, why_now = (
-        reason_to_leave(component),
-        functools.cache(functools.partial(reason_of_code, component)),
-    )
-    for path, module in component.named_modules(prefix=prefix):
+    reason = reason_to_leave(modules)
+    why_now = functools.cache(functools.partial(reason_of_code, component))
+    for path, module in named:
         for fusion in fusions:
             if fusion.claims(module):
                 finding = _finding(path, module, fusion, reason, why_now)

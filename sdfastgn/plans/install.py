@@ -211,7 +211,7 @@ def install(
     """
     weights = fp8.row_weights(root)
     has_fp8 = fp8.is_allowed(root) and weights is None  # plans have no products with learned scales
-    can_have = is_on and not has_fp8 and reason_of_cudnn(root) is None
+    can_have = is_on and not has_fp8 and reason_of_cudnn(root.modules()) is None
     has_plans = can_have and gets_plans(root)
     is_transformer = (has_plans or graphed_of(root) is not None) and _has_adaptive_norms(root)
     if is_transformer and has_plans:
@@ -311,7 +311,7 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[Planned]:
                 yield _described(path, module, planned)
     if not found and gets_plans(root):
         reasons = {"it is compiled by torch.compile": 0} if is_compiled(root) else {}
-        reason = reason_of_cudnn(root)
+        reason = reason_of_cudnn(root.modules())
         yield Planned(prefix, type(root).__name__, False, own=reasons | ({reason: 0} if reason else {}))
 
 

@@ -96,7 +96,7 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
     include the calls of the inner ones. A module whose forward other code has replaced gets none, and neither
     does a model that ``optimize`` leaves as it is.
     """
-    if mode is not False and reason_of_cudnn(root) is not None:
+    if mode is not False and reason_of_cudnn(root.modules()) is not None:
         mode = False
     for _, module in list(outermost(root)):
         set_mode(module, mode, backend)
@@ -154,7 +154,7 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
     about its calls with gradients: (``Graphs``, None).
     """
     # ``reason_of_cudnn`` walks through the whole model, so it is called at most once.
-    why_left = functools.cache(functools.partial(reason_of_cudnn, root))
+    why_left = functools.cache(lambda: reason_of_cudnn(root.modules()))
     for path, module in outermost(root, prefix):
         graphed, kind = graphed_of(module), type(module).__name__
         reasons = {"it is compiled by torch.compile": 0} if is_compiled(module) else {}

@@ -9,7 +9,7 @@ an adapter. So the report and ``strict=True`` name a wrapper only if its class i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -45,9 +45,9 @@ def takes_adapters(root: nn.Module) -> bool:
     return any(cls.__name__ == _MIXIN for cls in type(root).__mro__) or has_adapters(root)
 
 
-def adapted_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Returns (path, wrapper) of each layer with an adapter, among ``root`` and all modules below it."""
-    return ((path, module) for path, module in root.named_modules() if _is_wrapper(module))
+def adapted_layers(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """The wrapper of each layer with an adapter among ``modules``."""
+    return filter(_is_wrapper, modules)
 
 
 def unmerged_layers(
