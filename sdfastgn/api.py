@@ -451,7 +451,9 @@ def _set_options(roots: Iterable[nn.Module], options: Options) -> None:
 
 def _weights_in_rows(root: nn.Module, options: Options) -> list[Tensor]:
     """The weights that plans of ``root`` read in E4M3."""
-    return planning.weights_in_rows(root) if options.plans and options.precision is not None else []
+    if not options.plans or options.precision is None:
+        return []
+    return list(planning.kind_of(list(root.modules()), patcher.inspect(root)).in_rows)
 
 
 def _prepare_triton(roots: Iterable[nn.Module]) -> None:

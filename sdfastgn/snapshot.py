@@ -89,7 +89,7 @@ def take(name: str, component: Any, options: Options) -> Snapshot:
     }
     modules = list(component.modules())
     followed = followed_in(modules)
-    trusted = plans.trusted_in(component)
+    trusted = plans.trusted_in(modules)
     is_stock = is_stock and not (modes or followed or channels_last.is_applied(component))
     is_stock = is_stock and trusted is None and call_entry(component) is None
     laid_out = channels_last.laid_out(modules)

@@ -34,6 +34,7 @@ __all__ = [
     "asked_of",
     "has_fusions",
     "inspect",
+    "inspect_model",
     "leave_out",
     "left_out_of",
     "needs_change",
@@ -128,10 +129,17 @@ def inspect(
             those that are already applied in ``component``, are considered anyway.
         left_out: names of fusions that are not considered; None: the names in the last ``leave_out``.
     """
-    if not isinstance(component, nn.Module):
-        rules = [rule for rule in OBJECT_FUSIONS if rule.claims(component)]
-        return [_finding(prefix, component, rule) for rule in rules[:1]]
-    named = list(component.named_modules(prefix=prefix))
+    if isinstance(component, nn.Module):
+        return inspect_model(list(component.named_modules(prefix=prefix)), asked, left_out)
+    rules = [rule for rule in OBJECT_FUSIONS if rule.claims(component)]
+    return [_finding(prefix, component, rule) for rule in rules[:1]]
+
+
+def inspect_model(
+    named: list[tuple[str, nn.Module]], asked: Collection[str] = (), left_out: Collection[str] | None = None
+) -> list[Finding]:
+    """As ``inspect``, for a model whose ``named_modules`` are ``named``."""
+    component = named[0][1]
     modules = [module for _, module in named]
     left_out = left_out_of(component) if left_out is None else left_out
     fusions = [fusion for fusion in FUSIONS if fusion.name not in left_out]

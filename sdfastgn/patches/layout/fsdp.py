@@ -14,7 +14,7 @@ __all__ = ["modules_in_fsdp"]
 
 
 def modules_in_fsdp(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Those of ``modules``, and all modules in them, that FSDP shards, by ``fully_shard`` or by ``FullyShardedDataParallel``."""
+    """The modules that FSDP shards, by ``fully_shard`` or ``FullyShardedDataParallel``, and all in them."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return set()
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
