@@ -287,7 +287,7 @@ def install(
                 module, trusted, place in vars(module), verifies=verifies, weights=weights
             )
             guard(module)
-        if _planned(module) is not None and not takes_adapters(module):
+        if _planned(module) is not None and not takes_adapters(list(module.modules())):
             stop_checking([module])  # the ``PlannedForward`` compares the code
 
 

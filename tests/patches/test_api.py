@@ -28,7 +28,7 @@ from sdfastgn.patches.layout import channels_last
 from sdfastgn.patches.offload.moves import follow, is_followed
 from sdfastgn.patches.swap.class_forward import is_offloaded_whole
 from sdfastgn.patches.swap.instance_entries import InstanceEntry
-from sdfastgn.snapshot import Options
+from sdfastgn.survey import Options
 from tests.controlnet import build_controlnet
 from tests.small_pipelines import text_encoder
 
