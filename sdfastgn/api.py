@@ -393,7 +393,7 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Found], WeakS
         )
         if is_in_ddp(models) and any(map(channels_last.unconverted_weights, models)):
             raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
-        _prepare_triton(was.component for was in every.values())
+        _prepare_triton({device for was in every.values() for device in was.devices})
         before: list[Found] = [*every.values(), *found.parts.values()]
         stay = [was.component for name, was in found.models.items() if name not in every]
         others = WeakSet(model for model in stay if not is_followed(model))
@@ -410,7 +410,8 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Found], WeakS
                     patcher.apply(was.component, was.findings, obj, lays_out=not waits)
                 if options.verify:
                     _tell(call, verdicts(obj), options.strict)
-                    every = survey(call, obj, options).every  # some modules may have stock's code again
+                    again = survey(call, obj, options).models  # some modules may have stock's code again
+                    every = {name: again[name] for name in every}
                 _set_options(every.values(), options)
                 # All models of a pipeline may be offloaded, also those with nothing to fuse.
                 for model in () if isinstance(obj, nn.Module) else found.models.values():
@@ -441,7 +442,8 @@ def _set_options(every: Iterable[FoundModel], options: Options) -> None:
         patcher.leave_out(root, options.left_out)
         has_rows = bool(_in_rows(was, options))
         fp8_option.set_precision(root, options.precision, has_rows=has_rows)
-        former = planning.take_off(root) if graphs.has_graphable(root) else ()  # graphs may take their place
+        # Graphs may take the place of plans.
+        former = planning.take_off(root) if was.is_graphable and was.trusted is not None else ()
         graphs.install(root, options.cuda_graphs)
         planning.install(
             root,
@@ -459,8 +461,8 @@ def _in_rows(was: FoundModel, options: Options) -> Sequence[Tensor]:
     return was.kind.in_rows if options.plans and options.precision is not None else ()
 
 
-def _prepare_triton(roots: Iterable[nn.Module]) -> None:
-    for device in {parameter.device for root in roots for parameter in root.parameters()}:
+def _prepare_triton(devices: Iterable[torch.device]) -> None:
+    for device in devices:
         if device.type == "cuda":
             prepare(device)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from sdfastgn.patches import fp8_option, patcher
@@ -77,6 +78,7 @@ class FoundModel(Found):
 
     Attributes:
         modules: the model and all modules in it.
+        devices: the devices of its parameters.
         has_fusions: True if it is optimized, or if a fusion claims a module in it.
         is_graphable: True if it is or contains a module whose calls become CUDA graphs.
         kind: what plans can do for it.
@@ -92,6 +94,7 @@ class FoundModel(Found):
     """
 
     modules: tuple[nn.Module, ...]
+    devices: frozenset[torch.device]
     has_fusions: bool
     is_graphable: bool
     kind: plans.Kind
@@ -187,22 +190,23 @@ def _found_in(name: str, named: list[tuple[str, nn.Module]], options: Options | 
     turned_off = left_out if options is None else frozenset(options.left_out)
     every = patcher.inspect_model(named, () if options is None else options.asked, left_out=())
     findings = [f for f in every if f.fusion.name not in turned_off]
-    is_applied = channels_last.is_applied(root)
+    laid_out = channels_last.laid_out(modules)
     modes = {m: graphed.mode for m in modules if (graphed := graphs.graphed_of(m)) is not None}
     followed, trusted = followed_in(modules), plans.trusted_in(modules)
-    is_changed = is_applied or modes or followed or trusted is not None or call_entry(root) is not None
+    is_changed = laid_out or modes or followed or trusted is not None or call_entry(root) is not None
     return FoundModel(
         name=name,
         component=root,
         findings=findings,
         is_stock=not (is_changed or any(f.status == "fused" for f in findings)),
         modules=modules,
-        has_fusions=is_applied or bool(every),
+        devices=frozenset(p.device for m in modules for p in m._parameters.values() if p is not None),
+        has_fusions=bool(every or laid_out),
         is_graphable=bool(modes) or any(map(is_graphable, modules)),
         kind=plans.kind_of(modules, findings),
         takes_adapters=takes_adapters(modules),
         modes=modes,
-        laid_out=channels_last.laid_out(modules),
+        laid_out=laid_out,
         followed=followed,
         in_fp8=fp8.kept_in(modules),
         unmerged=frozenset(module for module in modules if not merged_adapters.is_allowed(module)),

@@ -32,7 +32,6 @@ __all__ = [
     "ask",
     "ask_only",
     "asked_of",
-    "has_fusions",
     "inspect",
     "inspect_model",
     "leave_out",
@@ -100,18 +99,6 @@ def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
     changed = [part for ref in _found_at.keyrefs() if (part := ref()) is not None]
     then = [(_found_at[part][0], part) for part in changed if _found_at[part][1]() is obj]
     return [*now.items(), *((path, part) for path, part in then if id(part) not in ids)]
-
-
-def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
-    """True if ``root`` is optimized, or if a fusion claims a module in it.
-
-    ``asked``: names of fusions in ``ASKED_FUSIONS`` that are considered too. These fusions are applied only
-    if the user asks for them. The fusions named in earlier calls of ``ask`` are considered anyway.
-    """
-    fusions = (*FUSIONS, *(ASKED_FUSIONS[name] for name in asked_of(root).union(asked)))
-    return channels_last.is_applied(root) or any(
-        fusion.claims(module) for module in root.modules() for fusion in fusions
-    )
 
 
 def inspect(

@@ -153,7 +153,7 @@ def _has_plans(root: nn.Module) -> bool:
 
 def is_convolutional(modules: Sequence[nn.Module]) -> bool:
     """True if a model of ``modules`` has norms, and most of its weights are in convolutions."""
-    return _has_most_weights(modules, CONVOLUTIONS) and any(map(_is_norm, modules))
+    return _has_most_weights(modules, CONVOLUTIONS) and any(map(_is_norm, reversed(modules)))
 
 
 def _has_adaptive_norms(modules: Sequence[nn.Module]) -> bool:

@@ -39,7 +39,6 @@ __all__ = [
     "MODES",
     "Graphs",
     "graphed_of",
-    "has_graphable",
     "inspect",
     "install",
     "outermost",
@@ -84,11 +83,6 @@ class Graphs:
     last_change: str = ""
 
 
-def has_graphable(root: nn.Module) -> bool:
-    """True if ``root`` is or contains a graphable module: one of a class that ``models.py`` lists."""
-    return any(True for _ in outermost(root))
-
-
 def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -> None:
     """Give every graphable module in ``root`` a ``GraphedForward``, or remove it if ``mode`` is False.
 
@@ -105,9 +99,10 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
 
 def set_mode(module: nn.Module, mode: str | bool, backend: Backend | None = None) -> None:
     """Give ``module`` a ``GraphedForward``, whatever its class is, or remove it if ``mode`` is False."""
+    modules = list(module.modules())
     if mode is not False and method_of(module) == "forward":
-        stop_checking(module.modules())
-    for inner in module.modules():
+        stop_checking(modules)
+    for inner in modules:
         if inner is not module and graphed_of(inner) is not None:  # ``optimize(inner)`` was called before
             _take_off(inner)
     graphed = graphed_of(module)

@@ -37,7 +37,6 @@ __all__ = [
     "apply",
     "converted_weights",
     "convertible_modules",
-    "is_applied",
     "is_complete",
     "is_entry",
     "is_exit",
@@ -194,11 +193,6 @@ def _steps(root: nn.Module) -> Iterator[Callable[[], Any]]:
         has_convolution = has_convolution or isinstance(module, tuple(_FORMATS))
     if has_convolution and type(vars(root).get("_apply")) in (type(None), Moves):
         yield lambda: follow_moves(_Apply(root))
-
-
-def is_applied(root: nn.Module) -> bool:
-    """True if ``apply(root)`` was called, has found a convolution in ``root``, and was not undone since."""
-    return isinstance(vars(root).get("_apply"), _Apply) or converted_weights(root) > 0
 
 
 def laid_out(modules: Iterable[nn.Module]) -> set[nn.Module]:
