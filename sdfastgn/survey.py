@@ -158,10 +158,8 @@ def survey(call: str, obj: Any, options: Options | None = None) -> Survey:
         or (found.gets_plans and (options is None or options.plans))
     }
     adaptable = {name: f for name, f in models.items() if name not in roots and f.takes_adapters}
-    parts = (
-        {name: _found_in_part(name, part) for name, part in patcher.parts_of(obj).items()} if roots else {}
-    )
-    return Survey(models, roots, adaptable, parts)
+    others = patcher.parts_of(obj) if roots else {}
+    return Survey(models, roots, adaptable, {name: _found_in_part(name, it) for name, it in others.items()})
 
 
 def _models(call: str, obj: Any) -> dict[str, nn.Module]:
@@ -239,7 +237,7 @@ def may_change(was: FoundModel, options: Options, has_parts: bool) -> bool:
 def put_back(before: Iterable[Found], followed: Iterable[nn.Module]) -> list[tuple[str, Any]]:
     """Give each component the state that it had before ``optimize``.
 
-    ``followed``: the models without a snapshot that are followed since then.
+    ``followed``: the other models that are followed since then.
 
     Returns (path, module or part of a pipeline) for all that could not be restored.
     """

@@ -58,6 +58,11 @@ def test_each_model_is_walked_once(pipe, walks, options):
     assert [walks[type(model).__name__] for model in pipe.components.values()] == [1, 1, 1]
 
 
+def test_optimize_hands_down_what_was_found(pipe, walks):
+    sdfastgn.optimize(pipe)
+    assert max(walks[type(pipe.components[name]).__name__] for name in ("unet", "transformer")) <= 14
+
+
 def test_what_is_found_before_and_after():
     unet = samples.unet()
     stock = survey("optimize", unet).models[""]

@@ -23,7 +23,7 @@ from sdfastgn.kernels.common.private import is_compiled
 from sdfastgn.patches.code.checked import check_calls, stop_checking
 from sdfastgn.patches.graphs.capture import Backend, backend_of
 from sdfastgn.patches.graphs.forward import GraphedForward, all_living
-from sdfastgn.patches.graphs.models import is_graphable, method_of, scratch_of
+from sdfastgn.patches.graphs.models import METHODS, is_graphable, method_of, scratch_of
 from sdfastgn.patches.layout.left_alone import reason_of_cudnn
 from sdfastgn.patches.offload.moves import follow, unfollow
 from sdfastgn.patches.swap.class_forward import (
@@ -53,6 +53,9 @@ __all__ = [
 # graphs.
 INFERENCE_MODES = ("auto", True, False)
 MODES = ("training", *INFERENCE_MODES)
+# Keys in the ``__dict__`` of a module under which a ``GraphedForward`` may be. accelerate's hooks move the
+# entry "forward" to "_old_forward".
+_PLACES = (*METHODS, "_old_forward")
 
 
 @dataclass(frozen=True)
@@ -121,14 +124,15 @@ def set_mode(module: nn.Module, mode: str | bool, backend: Backend | None = None
 
 def remove(root: nn.Module) -> None:
     """Undo ``install``: remove each ``GraphedForward`` and ``Checked`` in ``root``, and drop its graphs."""
-    install(root, False)
+    for _, module in list(outermost(root)):
+        set_mode(module, False)
     stop_checking(root.modules())
 
 
 def sharing(roots: Iterable[nn.Module]) -> list[nn.Module]:
     """The models with a ``GraphedForward`` that contain a module of ``roots``."""
-    modules = {module for root in roots for module in root.modules()}
     owners = [owner for graphed in all_living() if (owner := graphed._module()) is not None]
+    modules = {module for root in roots for module in root.modules()} if owners else set()
     return [owner for owner in owners if not modules.isdisjoint(owner.modules())]
 
 
@@ -213,8 +217,7 @@ def _compares_calls(module: nn.Module) -> bool:
 
 def graphed_of(module: nn.Module) -> GraphedForward | None:
     """The ``GraphedForward`` of ``module``, or None."""
-    # accelerate's hooks move the entry "forward" of a module's ``__dict__`` to ``_old_forward``.
-    for name in (method_of(module), "_old_forward"):
+    for name in _PLACES:
         value = vars(module).get(name)
         if isinstance(value, GraphedForward):
             return value
