@@ -36,7 +36,7 @@ from sdfastgn.patches.swap.exclusive import call_entry, one_at_a_time, undisturb
 from sdfastgn.patches.swap.tested_sources import Untested, newest_release
 from sdfastgn.plans import install as planning
 from sdfastgn.reports import Entry, Left, Report, grouped, parts_text, some
-from sdfastgn.survey import Found, FoundModel, Options, Survey, may_change, put_back, survey
+from sdfastgn.survey import Found, FoundModel, Options, Survey, may_change, models_of, put_back, survey
 from sdfastgn.verification import Verdict
 from sdfastgn.versions import installed_versions, never_run
 
@@ -148,16 +148,11 @@ def restore(obj: T) -> T:
         ValueError: ``obj`` is optimized and wrapped in DistributedDataParallel: unwrap it first.
         RuntimeError: as in ``optimize``.
     """
-    found = survey("restore", obj)
-    changed = {
-        name: was.component
-        for name, was in found.models.items()
-        if name in found.roots or was.followed or call_entry(was.component) is not None
-    }
-    _refuse_in_ddp("restore", obj, changed.values())
+    models = {name: named[0][1] for name, named in models_of("restore", obj).items()}
+    _refuse_in_ddp("restore", obj, models.values())
     left = []
-    with _changing("restore", changed.values()):
-        for name, model in changed.items():
+    with _changing("restore", models.values()):
+        for name, model in models.items():
             planning.remove(model)
             graphs.remove(model)
             left += patcher.undo(model, name)

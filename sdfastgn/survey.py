@@ -21,7 +21,7 @@ from sdfastgn.patches.offload.moves import follow, followed_in, unfollow
 from sdfastgn.patches.swap.exclusive import call_entry
 from sdfastgn.plans import install as plans
 
-__all__ = ["Found", "FoundModel", "Options", "Survey", "may_change", "put_back", "survey"]
+__all__ = ["Found", "FoundModel", "Options", "Survey", "may_change", "models_of", "put_back", "survey"]
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,7 @@ def survey(call: str, obj: Any, options: Options | None = None) -> Survey:
 
     Raises TypeError if ``obj`` is neither a pipeline nor a module.
     """
-    walks = {name: list(m.named_modules(prefix=name)) for name, m in _models(call, obj).items()}
-    inner = {id(module) for walk in walks.values() for _, module in walk[1:]}
-    models = {
-        name: _found_in(name, walk, options) for name, walk in walks.items() if id(walk[0][1]) not in inner
-    }
+    models = {name: _found_in(name, named, options) for name, named in models_of(call, obj).items()}
     roots = {
         name: found
         for name, found in models.items()
@@ -162,17 +158,23 @@ def survey(call: str, obj: Any, options: Options | None = None) -> Survey:
     return Survey(models, roots, adaptable, {name: _found_in_part(name, it) for name, it in others.items()})
 
 
-def _models(call: str, obj: Any) -> dict[str, nn.Module]:
-    """Name of a component -> its module, for all components that are modules. Each occurs once."""
+def models_of(call: str, obj: Any) -> dict[str, list[tuple[str, nn.Module]]]:
+    """Name of a component -> its ``named_modules``, for the components in ``Survey.models``.
+
+    The first module is the model itself. Arguments and errors: as in ``survey``.
+    """
     if isinstance(obj, nn.Module):
-        return {"": obj}
+        return {"": list(obj.named_modules())}
     if not isinstance(getattr(obj, "components", None), dict):
         raise TypeError(
             f"sdfastgn.{call}: expected a diffusers pipeline or a torch.nn.Module, got {type(obj).__name__} "
             + textwrap.shorten(repr(obj), 80, placeholder=" ...")
         )
     first = {id(m): name for name, m in reversed(obj.components.items()) if isinstance(m, nn.Module)}
-    return {name: m for name, m in obj.components.items() if first.get(id(m)) == name}
+    models = {name: m for name, m in obj.components.items() if first.get(id(m)) == name}
+    walks = {name: list(model.named_modules(prefix=name)) for name, model in models.items()}
+    inner = {id(module) for named in walks.values() for _, module in named[1:]}
+    return {name: named for name, named in walks.items() if id(named[0][1]) not in inner}
 
 
 def _found_in_part(name: str, part: Any) -> Found:

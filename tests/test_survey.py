@@ -95,3 +95,11 @@ def test_a_component_inside_of_another_one_is_left_out():
     unet = samples.unet()
     found = survey("report", Pipe(unet=unet, again=unet, block=unet.mid_block))
     assert list(found.models) == ["unet"]
+
+
+def test_a_layer_without_a_weight_counts_nothing():
+    model = Modulated()
+    model.spare = nn.Linear(4, 4)
+    model.spare.weight = None
+    assert survey("report", model).models[""].gets_plans
+    assert sdfastgn.report(sdfastgn.restore(sdfastgn.optimize(model))).plans

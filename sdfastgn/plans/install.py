@@ -125,7 +125,7 @@ def kind_of(modules: Sequence[nn.Module], findings: Iterable[patcher.Finding]) -
     is_transformer = _has_adaptive_norms(modules)
     gains = (is_transformer or is_convolutional(modules)) and not fused_blocks_pay(modules, blocks)
     has_plans = _has_plans(modules[0])
-    weights = [m.weight for m in modules if isinstance(m, nn.Linear)] if is_transformer else []
+    weights = _weights(modules, (nn.Linear,)).values() if is_transformer else ()
     in_rows = [weight for weight in weights if min(weight.shape) >= FEWEST_COLUMNS]
     return Kind(
         blocks,
@@ -181,8 +181,14 @@ def _has_most_weights(modules: Sequence[nn.Module], kinds: tuple[type[nn.Module]
     if any(map(is_lazy, parameters)):
         return False  # the first call makes its weights
     weights = sum(parameter.numel() for parameter in parameters)
-    layers: list[Any] = [m for m in modules if isinstance(m, kinds)]
-    return sum({id(m.weight): m.weight.numel() for m in layers}.values()) > _SHARE * weights
+    inside = {id(weight): weight.numel() for weight in _weights(modules, kinds).values()}
+    return sum(inside.values()) > _SHARE * weights
+
+
+def _weights(modules: Iterable[nn.Module], kinds: tuple[type[nn.Module], ...]) -> dict[nn.Module, Tensor]:
+    """Layer -> its weight, for those of ``modules`` that are layers of ``kinds`` and have one."""
+    found = {m: getattr(m, "weight", None) for m in modules if isinstance(m, kinds)}
+    return {m: weight for m, weight in found.items() if isinstance(weight, Tensor)}
 
 
 def _is_norm_without_parameters(module: nn.Module) -> bool:
@@ -210,11 +216,11 @@ def fused_blocks_pay(modules: Iterable[nn.Module], blocks: Sequence[patcher.Find
         finding.status == "fusable" or finding.fusion.is_applied(finding.module) for finding in blocks
     ):
         return False
-    inside: dict[Any, bool] = {}  # convolution -> whether its innermost block is unknown
+    sizes = {m: weight.numel() for m, weight in _weights(modules, CONVOLUTIONS).items()}
+    inside: dict[nn.Module, bool] = {}  # convolution -> whether its innermost block is unknown
     found = [(list(finding.module.modules()), isinstance(finding.reason, Untested)) for finding in blocks]
     for block, is_unknown in sorted(found, key=lambda each: -len(each[0])):
-        inside.update((m, is_unknown) for m in block if isinstance(m, CONVOLUTIONS))
-    sizes = {m: m.weight.numel() for m in modules if isinstance(m, CONVOLUTIONS)}
+        inside.update((m, is_unknown) for m in block if m in sizes)
     total, within = sum(sizes.values()), sum(sizes[m] for m in inside)
     unknown = sum(sizes[m] for m, is_unknown in inside.items() if is_unknown)
     return unknown <= _UNKNOWN * total and within >= _SHARE * total
