@@ -6,7 +6,6 @@ import difflib
 import functools
 import inspect
 import sys
-import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,14 +29,14 @@ from sdfastgn.patches.layout import channels_last
 from sdfastgn.patches.layout.ddp import is_in_ddp
 from sdfastgn.patches.layout.left_alone import SLOW_BORDERS
 from sdfastgn.patches.lora import merged_adapters
-from sdfastgn.patches.lora.adapters import takes_adapters, unmerged_layers
-from sdfastgn.patches.offload.moves import follow, followed_in, is_followed
+from sdfastgn.patches.lora.adapters import unmerged_layers
+from sdfastgn.patches.offload.moves import follow, is_followed
 from sdfastgn.patches.swap.class_forward import is_offloaded_whole
 from sdfastgn.patches.swap.exclusive import call_entry, one_at_a_time, undisturbed
 from sdfastgn.patches.swap.tested_sources import Untested, newest_release
 from sdfastgn.plans import install as planning
 from sdfastgn.reports import Entry, Left, Report, grouped, parts_text, some
-from sdfastgn.snapshot import Options, Snapshot, may_change, put_back, take
+from sdfastgn.survey import Found, FoundModel, Options, Survey, may_change, models_of, put_back, survey
 from sdfastgn.verification import Verdict
 from sdfastgn.versions import installed_versions, never_run
 
@@ -149,17 +148,11 @@ def restore(obj: T) -> T:
         ValueError: ``obj`` is optimized and wrapped in DistributedDataParallel: unwrap it first.
         RuntimeError: as in ``optimize``.
     """
-    models = _models("restore", obj)
-    roots = _roots(models)
-    changed = {
-        name: model
-        for name, model in models.items()
-        if name in roots or followed_in(model) or call_entry(model) is not None
-    }
-    _refuse_in_ddp("restore", obj, changed.values())
+    models = {name: named[0][1] for name, named in models_of("restore", obj).items()}
+    _refuse_in_ddp("restore", obj, models.values())
     left = []
-    with _changing("restore", changed.values()):
-        for name, model in changed.items():
+    with _changing("restore", models.values()):
+        for name, model in models.items():
             planning.remove(model)
             graphs.remove(model)
             left += patcher.undo(model, name)
@@ -177,7 +170,7 @@ class Optimized(Generic[T]):
         self._obj = obj
         self._options = options
         # What ``_optimize`` has returned, for each block that has begun.
-        self._blocks: list[tuple[list[Snapshot], WeakSet[nn.Module]]] = []
+        self._blocks: list[tuple[list[Found], WeakSet[nn.Module]]] = []
 
     def __enter__(self) -> T:
         self._blocks.append(_optimize("optimized", self._obj, self._options))
@@ -187,7 +180,7 @@ class Optimized(Generic[T]):
         before, others = self._blocks.pop()
         if not before:
             return
-        models = [was for was in before if isinstance(was.component, nn.Module)]
+        models = [was for was in before if isinstance(was, FoundModel)]
         _refuse_in_ddp("optimized", self._obj, [was.component for was in models if was.is_stock])
         with _changing("optimized", [*(was.component for was in models), *others]):
             left = put_back(before, others)
@@ -259,7 +252,7 @@ def verdicts(obj: Any) -> list[Verdict]:
     removed. Returns a Verdict for each part.
     """
     found = []
-    roots = _roots(_models("verify", obj))
+    roots = {name: was.component for name, was in survey("verify", obj).roots.items()}
     with _changing("verify", roots.values()):
         for name, root in roots.items():
             planning.remove(root)
@@ -282,16 +275,14 @@ def report(obj: Any) -> Report:
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
     """
-    models = _models("report", obj)
-    roots = _roots(models)
-    every = roots | _adaptable(models, roots)
+    seen = survey("report", obj)
+    roots = {name: was.component for name, was in seen.roots.items()}
+    every = {name: was.component for name, was in seen.every.items()}
     why_stock = {name: why_stock_runs(root) for name, root in every.items()}
-    plans = {name: list(planning.inspect(root, name)) for name, root in roots.items()}
+    plans = {name: list(planning.inspect(root, name, seen.roots[name].kind)) for name, root in roots.items()}
     planned = {name for name, found in plans.items() if any(each.is_on for each in found)}
     entries = tuple(
-        entry
-        for name, component in {**roots, **(patcher.parts_of(obj) if roots else {})}.items()
-        for entry in _entries(name, component, name in planned)
+        entry for was in (*seen.roots.values(), *seen.parts.values()) for entry in _entries(was, planned)
     )
     states = {name: list(graphs.inspect(root, name)) for name, root in roots.items()}
     for name, root in every.items():
@@ -317,29 +308,32 @@ def report(obj: Any) -> Report:
         merged=tuple(each for each in merged.values() if each.layers),
         fp8=tuple(found for name, root in roots.items() for found in fp8.state_of(root, name)),
         offloaded=tuple(
-            name or type(model).__name__
-            for name, model in models.items()
-            if is_offloaded_whole(model) and is_followed(model)
+            name or type(was.component).__name__
+            for name, was in seen.models.items()
+            if is_offloaded_whole(was.component) and is_followed(was.component)
         ),
         without_kernels=dispatch.ops_without_kernels(),
         plans=tuple(each for found in plans.values() for each in found),
-        left=tuple(_left(name, model) for name, model in models.items() if name not in roots),
+        left=tuple(_left(was) for name, was in seen.models.items() if name not in roots),
     )
 
 
-def _entries(name: str, component: Any, is_planned: bool) -> Iterator[Entry]:
-    """Yields an entry for each part of ``component`` that a fusion claims."""
-    for f in patcher.inspect(component, name):
-        if not is_planned or f.reason != SLOW_BORDERS:  # plans are not slow there
-            where = name or type(component).__name__, f.path, f.fusion.name, type(f.module).__name__
+def _entries(was: Found, planned: set[str]) -> Iterator[Entry]:
+    """Yields an entry for each part of ``was.component`` that a fusion claims."""
+    for f in was.findings:
+        if was.name not in planned or f.reason != SLOW_BORDERS:  # plans are not slow there
+            component = was.name or type(was.component).__name__
+            where = component, f.path, f.fusion.name, type(f.module).__name__
             yield Entry(*where, f.status, f.reason)
 
 
-def _left(name: str, model: nn.Module) -> Left:
-    merges = takes_adapters(model) and merged_adapters.is_allowed(model)
+def _left(was: FoundModel) -> Left:
+    merges = was.takes_adapters and merged_adapters.is_allowed(was.component)
     alone = "there are no kernels, CUDA graphs or plans for models of this kind"
     return Left(
-        name, type(model).__name__, alone + ("; only their LoRA adapters can be merged" if merges else "")
+        was.name,
+        type(was.component).__name__,
+        alone + ("; only their LoRA adapters can be merged" if merges else ""),
     )
 
 
@@ -374,60 +368,60 @@ def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Snapshot], WeakSet[nn.Module]]:
+def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Found], WeakSet[nn.Module]]:
     """Does the work of ``optimize`` and ``optimized``. ``call``: which of the two the user has called.
 
     Returns the state of each component before the change, and the models with nothing to optimize that are
     followed from now on (``moves.py``). Both are empty if there is nothing to optimize in ``obj``.
     """
     _check_options(call, options)
-    models = _models(call, obj)
-    roots = _roots(models, options.asked, plans=options.plans)
-    every = roots | _adaptable(models, roots)
-    if not roots:
-        _refuse_nothing(call, obj, every, options)
-    if not every:
-        return [], WeakSet()
-    in_rows = [w for root in roots.values() for w in _weights_in_rows(root, options)]
-    fp8_option.check(call, roots.values(), options.precision, in_rows)
-    if any(channels_last.unconverted_weights(root) for root in roots.values()) and is_in_ddp(roots.values()):
-        raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
-    _prepare_triton(every.values())
     with one_at_a_time:
-        components = {**every, **(patcher.parts_of(obj) if roots else {})}
-        before = [take(name, component, options) for name, component in components.items()]
-        others = WeakSet(models[name] for name in models.keys() - every if not is_followed(models[name]))
+        found = survey(call, obj, options)
+        roots, every = list(found.roots.values()), found.every
+        if not roots:
+            _refuse_nothing(call, obj, found, options)
+        if not every:
+            return [], WeakSet()
+        models = [was.component for was in roots]
+        fp8_option.check(
+            call, models, options.precision, [w for was in roots for w in _in_rows(was, options)]
+        )
+        if is_in_ddp(models) and any(map(channels_last.unconverted_weights, models)):
+            raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
+        _prepare_triton({device for was in every.values() for device in was.devices})
+        before: list[Found] = [*every.values(), *found.parts.values()]
+        stay = [was.component for name, was in found.models.items() if name not in every]
+        others = WeakSet(model for model in stay if not is_followed(model))
         if options.strict:
             _refuse_skipped(call, before, options)
         warn_of_machine(call)
         _warn_of_untested(call, [f for was in before for f in was.findings])
-        models_before = [was for was in before if was.name in every]
-        changing = [w.component for w in models_before if may_change(w, options, w.name in roots)]
+        changing = [w.component for w in every.values() if may_change(w, options, w.name in found.roots)]
         with _changing(call, changing):
             try:
                 for was in before:
                     # Without fusions, convolutions are faster as they are, at least until there is a plan.
-                    waits = was.name not in roots or (not was.findings and planning.gets_plans(was.component))
+                    waits = was.name not in found.roots or (not was.findings and was.gets_plans)
                     patcher.apply(was.component, was.findings, obj, lays_out=not waits)
                 if options.verify:
                     _tell(call, verdicts(obj), options.strict)
+                    again = survey(call, obj, options).models  # some modules may have stock's code again
+                    every = {name: again[name] for name in every}
                 _set_options(every.values(), options)
                 # All models of a pipeline may be offloaded, also those with nothing to fuse.
-                for model in () if isinstance(obj, nn.Module) else models.values():
-                    follow(model)
+                for model in () if isinstance(obj, nn.Module) else found.models.values():
+                    follow(model.component)
             except BaseException:
                 put_back(before, others)
                 raise
-            patcher.ask(roots.values(), options.asked)
+            patcher.ask(models, options.asked)
     return before, others
 
 
-def _refuse_nothing(call: str, obj: Any, adaptable: dict[str, nn.Module], options: Options) -> None:
-    """Raise ValueError or warn, unless ``missing_ok``, if there is nothing to optimize in ``obj`` at present.
-
-    ``adaptable``: its models whose adapters can be merged.
-    """
-    layers = [layer for model in adaptable.values() for layer in model.modules()]
+def _refuse_nothing(call: str, obj: Any, found: Survey, options: Options) -> None:
+    """Raise ValueError or warn, unless ``missing_ok``, if there is nothing to optimize in ``obj`` now."""
+    adaptable = found.adaptable
+    layers = [layer for was in adaptable.values() for layer in was.modules]
     if options.missing_ok or any(map(merged_adapters.is_wrapper, layers)):
         return
     if options.strict or (isinstance(obj, nn.Module) and not adaptable):
@@ -436,26 +430,34 @@ def _refuse_nothing(call: str, obj: Any, adaptable: dict[str, nn.Module], option
     _warn(f"sdfastgn.{call}: {_nothing_in(obj)}{later}")
 
 
-def _set_options(roots: Iterable[nn.Module], options: Options) -> None:
-    for root in roots:
+def _set_options(every: Iterable[FoundModel], options: Options) -> None:
+    for was in every:
+        root = was.component
         merged_adapters.allow(root, options.merge_adapters)
         patcher.leave_out(root, options.left_out)
-        has_rows = bool(_weights_in_rows(root, options))
+        has_rows = bool(_in_rows(was, options))
         fp8_option.set_precision(root, options.precision, has_rows=has_rows)
-        former = planning.take_off(root) if graphs.has_graphable(root) else ()  # graphs may take their place
+        # Graphs may take the place of plans.
+        former = planning.take_off(root) if was.is_graphable and was.trusted is not None else ()
         graphs.install(root, options.cuda_graphs)
-        trusted = frozenset(options.trust)
-        mode = options.cuda_graphs
-        planning.install(root, options.plans, trusted, mode, verifies=options.verify, former=former)
+        planning.install(
+            root,
+            options.plans,
+            frozenset(options.trust),
+            options.cuda_graphs,
+            verifies=options.verify,
+            former=former,
+            kind=was.kind,
+        )
 
 
-def _weights_in_rows(root: nn.Module, options: Options) -> list[Tensor]:
-    """The weights that plans of ``root`` read in E4M3."""
-    return planning.weights_in_rows(root) if options.plans and options.precision is not None else []
+def _in_rows(was: FoundModel, options: Options) -> Sequence[Tensor]:
+    """The weights that plans of ``was.component`` read in E4M3."""
+    return was.kind.in_rows if options.plans and options.precision is not None else ()
 
 
-def _prepare_triton(roots: Iterable[nn.Module]) -> None:
-    for device in {parameter.device for root in roots for parameter in root.parameters()}:
+def _prepare_triton(devices: Iterable[torch.device]) -> None:
+    for device in devices:
         if device.type == "cuda":
             prepare(device)
 
@@ -475,17 +477,16 @@ def _check_options(call: str, options: Options) -> None:
         raise ValueError(f"sdfastgn.{call}: trust={trust!r} must be a tuple of names of packages")
 
 
-def _refuse_skipped(call: str, before: list[Snapshot], options: Options) -> None:
+def _refuse_skipped(call: str, before: list[Found], options: Options) -> None:
     findings = [
         f
         for was in before
         for f in was.findings
-        if f.status == "skipped"
-        and not (f.reason == SLOW_BORDERS and options.plans and planning.gets_plans(was.component))
+        if f.status == "skipped" and not (f.reason == SLOW_BORDERS and options.plans and was.gets_plans)
     ]
     skipped = [(f.reason, f"{f.path or type(f.module).__name__} ({f.fusion.name})") for f in findings]
     for was in before:
-        if isinstance(was.component, nn.Module):
+        if isinstance(was, FoundModel):
             unmerged = unmerged_layers(was.component, was.name, options.merge_adapters)
             skipped += [(reason, f"{path} (adapter)") for path, _, reason in unmerged]
     if skipped:
@@ -542,47 +543,6 @@ def _left_over(call: str, left: list[tuple[str, Any]]) -> str:
         f"of its own over the fused one: {named}. Undo that, then call sdfastgn.restore again. "
         "All else is as it was before."
     )
-
-
-def _models(call: str, obj: Any) -> dict[str, nn.Module]:
-    """Name of a component -> its module, for all components that are modules.
-
-    If ``obj`` is a module, it is the only component, and its name is "". A component that occurs twice is
-    listed once. A component that is inside of another one is not listed.
-    Raises TypeError if ``obj`` is neither a pipeline nor a module.
-    """
-    if isinstance(obj, nn.Module):
-        return {"": obj}
-    if not isinstance(getattr(obj, "components", None), dict):
-        raise TypeError(
-            f"sdfastgn.{call}: expected a diffusers pipeline or a torch.nn.Module, got {type(obj).__name__} "
-            + textwrap.shorten(repr(obj), 80, placeholder=" ...")
-        )
-    first = {id(m): name for name, m in reversed(obj.components.items()) if isinstance(m, nn.Module)}
-    models = {name: m for name, m in obj.components.items() if first.get(id(m)) == name}
-    inner = {id(module) for model in models.values() for module in model.modules() if module is not model}
-    return {name: model for name, model in models.items() if id(model) not in inner}
-
-
-def _roots(
-    models: dict[str, nn.Module], asked: tuple[str, ...] = (), *, plans: bool = True
-) -> dict[str, nn.Module]:
-    """Those of ``models`` that have anything to fuse, to capture as CUDA graphs or to plan.
-
-    ``asked``, ``plans``: as in ``snapshot.Options``.
-    """
-    return {
-        name: model
-        for name, model in models.items()
-        if patcher.has_fusions(model, asked)
-        or graphs.has_graphable(model)
-        or (plans and planning.gets_plans(model))
-    }
-
-
-def _adaptable(models: dict[str, nn.Module], roots: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those of ``models``, without ``roots``, that have adapters or can get some."""
-    return {name: model for name, model in models.items() if name not in roots and takes_adapters(model)}
 
 
 def _warn(text: str) -> None:

@@ -44,7 +44,7 @@ from sdfastgn.kernels.common.e4m3 import E4M3, LARGEST
 from sdfastgn.models.architectures import DTYPES
 from sdfastgn.models.pipelines import load_pipeline
 from sdfastgn.patches.fp8 import models as fp8
-from sdfastgn.plans.install import weights_in_rows
+from sdfastgn.plans.install import kind_of_model
 from sdfastgn.plans.rewrite.e4m3 import FEWEST_ROWS
 
 # Number of images in a call of the pipeline.
@@ -194,7 +194,7 @@ def _rounded(t: Tensor) -> Tensor:
 
 def round_with_one_scale(network: nn.Module) -> None:
     """Let linear layers compute as in E4M3 with one scale for each tensor: those that plans have in E4M3."""
-    found = {id(weight) for weight in weights_in_rows(network)}
+    found = {id(weight) for weight in kind_of_model(network).in_rows}
 
     def round_input(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         has_many_rows = inputs[0].shape[:-1].numel() >= FEWEST_ROWS

@@ -61,7 +61,7 @@ def set_precision(root: nn.Module, precision: str | None, *, has_rows: bool = Fa
 
 
 def put_back(root: nn.Module, kept: Mapping[nn.Module, fp8.Kept]) -> None:
-    """Give the models in ``root`` the products again that ``fp8.kept_in(root)`` has returned as ``kept``."""
+    """Give the models in ``root`` the products again that ``fp8.kept_in`` has found in ``root``."""
     for model in _models_in(root):
         if not fp8.has_kept(model, kept.get(model)):
             graphs.remove(model)

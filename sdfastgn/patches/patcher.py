@@ -32,8 +32,8 @@ __all__ = [
     "ask",
     "ask_only",
     "asked_of",
-    "has_fusions",
     "inspect",
+    "inspect_model",
     "leave_out",
     "left_out_of",
     "needs_change",
@@ -101,18 +101,6 @@ def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
     return [*now.items(), *((path, part) for path, part in then if id(part) not in ids)]
 
 
-def has_fusions(root: nn.Module, asked: Collection[str] = ()) -> bool:
-    """True if ``root`` is optimized, or if a fusion claims a module in it.
-
-    ``asked``: names of fusions in ``ASKED_FUSIONS`` that are considered too. These fusions are applied only
-    if the user asks for them. The fusions named in earlier calls of ``ask`` are considered anyway.
-    """
-    fusions = (*FUSIONS, *(ASKED_FUSIONS[name] for name in asked_of(root).union(asked)))
-    return channels_last.is_applied(root) or any(
-        fusion.claims(module) for module in root.modules() for fusion in fusions
-    )
-
-
 def inspect(
     component: Any,
     prefix: str = "",
@@ -128,21 +116,28 @@ def inspect(
             those that are already applied in ``component``, are considered anyway.
         left_out: names of fusions that are not considered; None: the names in the last ``leave_out``.
     """
-    if not isinstance(component, nn.Module):
-        rules = [rule for rule in OBJECT_FUSIONS if rule.claims(component)]
-        return [_finding(prefix, component, rule) for rule in rules[:1]]
+    if isinstance(component, nn.Module):
+        return inspect_model(list(component.named_modules(prefix=prefix)), asked, left_out)
+    rules = [rule for rule in OBJECT_FUSIONS if rule.claims(component)]
+    return [_finding(prefix, component, rule) for rule in rules[:1]]
+
+
+def inspect_model(
+    named: list[tuple[str, nn.Module]], asked: Collection[str] = (), left_out: Collection[str] | None = None
+) -> list[Finding]:
+    """As ``inspect``, for a model whose ``named_modules`` are ``named``."""
+    component = named[0][1]
+    modules = [module for _, module in named]
     left_out = left_out_of(component) if left_out is None else left_out
     fusions = [fusion for fusion in FUSIONS if fusion.name not in left_out]
     asked = asked_of(component).union(asked)
     for name, fusion in ASKED_FUSIONS.items():
-        if name in asked or any(map(fusion.is_applied, component.modules())):
+        if name in asked or any(map(fusion.is_applied, modules)):
             fusions.append(fusion)
     findings = []
-    reason, why_now = (
-        reason_to_leave(component),
-        functools.cache(functools.partial(reason_of_code, component)),
-    )
-    for path, module in component.named_modules(prefix=prefix):
+    reason = reason_to_leave(modules)
+    why_now = functools.cache(functools.partial(reason_of_code, component))
+    for path, module in named:
         for fusion in fusions:
             if fusion.claims(module):
                 finding = _finding(path, module, fusion, reason, why_now)

@@ -79,7 +79,8 @@ def text_of(patcher: Any, has_run: bool = True) -> str:
 
 def _gets_plans(patcher: Any) -> bool:
     root = root_of(patcher)
-    is_untried = not planning.is_convolutional(root)  # a transformer
+    modules = list(root.modules())
+    is_untried = not planning.is_convolutional(modules)  # a transformer
     if _KEY not in patcher.injections or is_untried or not planning.gets_plans(root):
         return False
     blocks = [
@@ -87,7 +88,7 @@ def _gets_plans(patcher: Any) -> bool:
         for module, fusion, reason in report.findings_in(root)
         if fusion not in LAYERS
     ]
-    return not planning.fused_blocks_pay(root, blocks)
+    return not planning.fused_blocks_pay(modules, blocks)
 
 
 def _put_in(patcher: Any) -> None:

@@ -7,7 +7,7 @@ module. In models that accelerate offloads as a whole, the key is "_old_forward"
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,16 +34,18 @@ from sdfastgn.plans.inside import CONVOLUTIONS
 from sdfastgn.plans.rewrite.e4m3 import FEWEST_COLUMNS
 
 __all__ = [
+    "Kind",
     "Planned",
     "fused_blocks_pay",
     "gets_plans",
     "inspect",
     "install",
     "is_convolutional",
+    "kind_of",
+    "kind_of_model",
     "remove",
     "take_off",
     "trusted_in",
-    "weights_in_rows",
 ]
 
 # Fusions of layers that occur in models of all kinds. Any other fusion is one of blocks.
@@ -90,40 +92,79 @@ class Planned:
     last_change: str = ""
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What plans can do for a model (``kind_of``).
+
+    Attributes:
+        blocks: the findings about its fused blocks: all but those about layers that occur in models of all
+            kinds.
+        gains: True if kernels exist for its norms, and its fused blocks are not faster than plans.
+        has_plans: True if it has plans now.
+        is_transformer: True if it has norms without parameters, which its code modulates. Its only
+            convolutions cut an image or video into patches, and no graphs are made of its own code.
+        in_rows: the weights of linear layers that its plans may read in E4M3. Empty if it is no transformer.
+        why_not: why it gets no plans whatever the rest says; else None.
+    """
+
+    blocks: tuple[patcher.Finding, ...]
+    gains: bool
+    has_plans: bool
+    is_transformer: bool
+    in_rows: tuple[Tensor, ...]
+    why_not: str | None
+
+    @property
+    def gets_plans(self) -> bool:
+        """True if ``optimize`` gives the model plans."""
+        return self.gains or self.has_plans
+
+
+def kind_of(modules: Sequence[nn.Module], findings: Iterable[patcher.Finding]) -> Kind:
+    """The ``Kind`` of a model. ``modules``: the model and all modules in it. ``findings``: those about it."""
+    blocks = tuple(finding for finding in findings if finding.fusion.name not in _OF_LAYERS)
+    is_transformer = _has_adaptive_norms(modules)
+    gains = (is_transformer or is_convolutional(modules)) and not fused_blocks_pay(modules, blocks)
+    has_plans = _has_plans(modules[0])
+    inside = in_blocks(modules[0]) if is_transformer else ()
+    weights = _weights((m for m in modules if m in inside), (nn.Linear,)).values()
+    in_rows = [weight for weight in weights if min(weight.shape) >= FEWEST_COLUMNS]
+    return Kind(
+        blocks,
+        gains,
+        has_plans,
+        is_transformer,
+        tuple(in_rows) if gains or has_plans else (),
+        reason_of_cudnn(modules),
+    )
+
+
 def gets_plans(root: nn.Module) -> bool:
     """True if ``optimize`` gives ``root`` plans: kernels exist for its norms, and it has no fused blocks."""
-    if any(_planned(module) is not None for module in entrances(root)):
-        return True
-    gains = is_convolutional(root) or _has_adaptive_norms(root)
-    return gains and not fused_blocks_pay(root, _blocks_in(root))
+    return kind_of_model(root).gets_plans
 
 
-def is_convolutional(root: nn.Module) -> bool:
-    """True if ``root`` has norms, and most of its weights are in convolutions."""
-    return _has_most_weights(root, CONVOLUTIONS) and any(map(_is_norm, root.modules()))
+def kind_of_model(root: nn.Module) -> Kind:
+    named = list(root.named_modules())
+    return kind_of([module for _, module in named], patcher.inspect_model(named))
 
 
-def weights_in_rows(root: nn.Module) -> list[Tensor]:
-    """The weights of linear layers that plans of ``root`` may read in E4M3. Empty if it is no transformer."""
-    if not (_has_adaptive_norms(root) and gets_plans(root)):
-        return []
-    weights = [m.weight for m in in_blocks(root) if isinstance(m, nn.Linear)]
-    return [weight for weight in weights if min(weight.shape) >= FEWEST_COLUMNS]
+def _has_plans(root: nn.Module) -> bool:
+    return any(_planned(module) is not None for module in entrances(root))
 
 
-def _has_adaptive_norms(root: nn.Module) -> bool:
-    """True if ``root`` is a transformer with norms without parameters, which its code modulates.
+def is_convolutional(modules: Sequence[nn.Module]) -> bool:
+    """True if a model of ``modules`` has norms, and most of its weights are in convolutions."""
+    return _has_most_weights(modules, CONVOLUTIONS) and any(map(_is_norm, reversed(modules)))
 
-    Its only convolutions cut an image or video into patches, and no graphs are made of its own code.
-    """
-    if (
-        not any(map(_is_norm_without_parameters, root.modules()))
-        or not _has_most_weights(root, (nn.Linear,))
-        or any(map(is_graphable, root.modules()))
-    ):
-        return False
-    convolutions = [m for m in root.modules() if isinstance(m, _ConvNd)]
-    return all(m.kernel_size == m.stride for m in convolutions)
+
+def _has_adaptive_norms(modules: Sequence[nn.Module]) -> bool:
+    return (
+        any(map(_is_norm_without_parameters, modules))
+        and _has_most_weights(modules, (nn.Linear,))
+        and not any(map(is_graphable, modules))
+        and all(m.kernel_size == m.stride for m in modules if isinstance(m, _ConvNd))
+    )
 
 
 def _is_called_each_step(root: nn.Module) -> bool:
@@ -136,19 +177,27 @@ def _is_called_each_step(root: nn.Module) -> bool:
     return bool(numbers_of(root) and convolutions) and is_of_images
 
 
-def _has_most_weights(root: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """True if more than ``_SHARE`` of the weights of ``root`` are in layers of ``kinds``."""
-    if any(is_lazy(parameter) for parameter in root.parameters()):
+def _has_most_weights(modules: Sequence[nn.Module], kinds: tuple[type[nn.Module], ...]) -> bool:
+    """True if more than ``_SHARE`` of the weights of ``modules`` are in layers of ``kinds``."""
+    parameters = {p for module in modules for p in module._parameters.values() if p is not None}
+    if any(map(is_lazy, parameters)):
         return False  # the first call makes its weights
-    weights = sum(parameter.numel() for parameter in root.parameters())
-    layers: list[Any] = [m for m in root.modules() if isinstance(m, kinds)]
-    return sum({id(m.weight): m.weight.numel() for m in layers}.values()) > _SHARE * weights
+    weights = sum(parameter.numel() for parameter in parameters)
+    inside = {id(weight): weight.numel() for weight in _weights(modules, kinds).values()}
+    return sum(inside.values()) > _SHARE * weights
+
+
+def _weights(modules: Iterable[nn.Module], kinds: tuple[type[nn.Module], ...]) -> dict[nn.Module, Tensor]:
+    """Layer -> its weight, for those of ``modules`` that are layers of ``kinds`` and have one."""
+    found = {m: getattr(m, "weight", None) for m in modules if isinstance(m, kinds)}
+    return {m: weight for m, weight in found.items() if isinstance(weight, Tensor)}
 
 
 def _is_norm_without_parameters(module: nn.Module) -> bool:
     """True if ``module`` may be a norm of whatever class: a leaf without parameters, but with an eps."""
-    is_leaf = not any(True for _ in module.children()) and not any(True for _ in module.parameters())
-    return is_leaf and isinstance(vars(module).get("eps"), float)
+    if not isinstance(vars(module).get("eps"), float):
+        return False
+    return not any(True for _ in module.children()) and not any(True for _ in module.parameters())
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -159,13 +208,8 @@ def _is_norm(module: nn.Module) -> bool:
     return all(count == largest > 1 for count, largest in sizes)
 
 
-def _blocks_in(root: nn.Module) -> list[patcher.Finding]:
-    """The findings about fused blocks: all but those about layers that occur in models of all kinds."""
-    return [finding for finding in patcher.inspect(root) if finding.fusion.name not in _OF_LAYERS]
-
-
-def fused_blocks_pay(root: nn.Module, blocks: Sequence[patcher.Finding]) -> bool:
-    """True if ``root`` is faster by the fused ones of ``blocks`` than by plans.
+def fused_blocks_pay(modules: Iterable[nn.Module], blocks: Sequence[patcher.Finding]) -> bool:
+    """True if a model of ``modules`` is faster by the fused ones of ``blocks`` than by plans.
 
     Plans need no known code. So it is faster by plans if more than a little of the convolutions is in unknown
     blocks. It also is if most convolutions are in no block, such as those over time of some autoencoders.
@@ -174,20 +218,22 @@ def fused_blocks_pay(root: nn.Module, blocks: Sequence[patcher.Finding]) -> bool
         finding.status == "fusable" or finding.fusion.is_applied(finding.module) for finding in blocks
     ):
         return False
-    inside: dict[Any, bool] = {}  # convolution -> whether its innermost block is unknown
-    for finding in sorted(blocks, key=lambda finding: -sum(1 for _ in finding.module.modules())):
-        is_unknown = isinstance(finding.reason, Untested)
-        inside.update((m, is_unknown) for m in finding.module.modules() if isinstance(m, CONVOLUTIONS))
-    sizes = {m: m.weight.numel() for m in root.modules() if isinstance(m, CONVOLUTIONS)}
+    sizes = {m: weight.numel() for m, weight in _weights(modules, CONVOLUTIONS).items()}
+    inside: dict[nn.Module, bool] = {}  # convolution -> whether its innermost block is unknown
+    found = [(list(finding.module.modules()), isinstance(finding.reason, Untested)) for finding in blocks]
+    for block, is_unknown in sorted(found, key=lambda each: -len(each[0])):
+        inside.update((m, is_unknown) for m in block if m in sizes)
     total, within = sum(sizes.values()), sum(sizes[m] for m in inside)
     unknown = sum(sizes[m] for m, is_unknown in inside.items() if is_unknown)
     return unknown <= _UNKNOWN * total and within >= _SHARE * total
 
 
-def trusted_in(root: nn.Module) -> frozenset[str] | None:
-    """The packages that plans in ``root`` trust; None if no module in ``root`` has plans."""
-    found = [planned.trusted for module in root.modules() if (planned := _planned(module)) is not None]
-    for _, module in outermost(root):
+def trusted_in(modules: Iterable[nn.Module]) -> frozenset[str] | None:
+    """The packages that plans of ``modules`` trust; None if none of them has plans."""
+    found: list[frozenset[str]] = []
+    for module in modules:
+        planned = _planned(module)
+        found += [] if planned is None else [planned.trusted]
         graphed = graphed_of(module)
         maker = graphed.planner.make if graphed is not None and graphed.planner is not None else None
         found += [maker.trusted] if isinstance(maker, _Maker) else []
@@ -202,18 +248,21 @@ def install(
     *,
     verifies: bool = False,
     former: Sequence[PlannedForward] = (),
+    kind: Kind | None = None,
 ) -> None:
     """Give ``root`` and its children a ``PlannedForward`` each, if ``root`` gets plans. Else remove them.
 
     A pipeline may call the children of a model by themselves: an autoencoder's ``decode`` calls its decoder.
     A module with CUDA graphs gets a ``Planner`` instead. ``cuda_graphs``: the mode of the graphs that a
-    transformer gets with its plans. ``former``: what ``take_off`` has returned, with its plans.
+    transformer gets with its plans. ``former``: what ``take_off`` has returned, with its plans. ``kind``:
+    the ``Kind`` of ``root``; None: it is found here.
     """
+    kind = kind_of_model(root) if kind is None else kind
     weights = fp8.row_weights(root)
     has_fp8 = fp8.is_allowed(root) and weights is None  # plans have no products with learned scales
-    can_have = is_on and not has_fp8 and reason_of_cudnn(root) is None
-    has_plans = can_have and gets_plans(root)
-    is_transformer = (has_plans or graphed_of(root) is not None) and _has_adaptive_norms(root)
+    can_have = is_on and not has_fp8 and kind.why_not is None
+    has_plans = can_have and (kind.gains or _has_plans(root))  # ``kind`` may be older than a ``take_off``
+    is_transformer = (has_plans or graphed_of(root) is not None) and kind.is_transformer
     if is_transformer and has_plans:
         if cuda_graphs is not False and graphed_of(root) is None:
             former = [*former, *take_off(root)]  # graphs take the place of the plans of ``root``
@@ -225,7 +274,7 @@ def install(
         for graphed in GraphedForward.of(module):
             graphed_modules.add(module)
             maker = _Maker(trusted, verifies, weights=weights) if is_on else None
-            _set_planner(module, graphed, maker, is_required=is_transformer and module is root)
+            _set_planner(module, graphed, maker, kind.blocks, is_required=is_transformer and module is root)
     if not has_plans and not (can_have and not graphed_modules and _is_called_each_step(root)):
         remove(root)
         return
@@ -246,23 +295,34 @@ def install(
                 module, trusted, place in vars(module), verifies=verifies, weights=weights
             )
             guard(module)
-        if _planned(module) is not None and not takes_adapters(module):
+        if _planned(module) is not None and not takes_adapters(list(module.modules())):
             stop_checking([module])  # the ``PlannedForward`` compares the code
 
 
-def _set_planner(module: nn.Module, graphed: GraphedForward, maker: _Maker | None, is_required: bool) -> None:
-    """Let ``graphed`` run plans where ``module`` runs no fused blocks. ``maker``: None for no plans."""
-    planner = None
+def _set_planner(
+    module: nn.Module,
+    graphed: GraphedForward,
+    maker: _Maker | None,
+    blocks: Iterable[patcher.Finding],
+    *,
+    is_required: bool,
+) -> None:
+    """Let ``graphed`` run plans where ``module`` runs no fused blocks. ``maker``: None for no plans.
+
+    ``blocks``: the findings about fused blocks of its model.
+    """
+    planner, modules = None, list(module.modules())
     # Another method than ``forward`` is a loop over frames that keeps state. The children that it calls have
     # plans, which serve any number of frames.
-    has_plans = graphed.method == "forward" and any(isinstance(m, CONVOLUTIONS) for m in module.modules())
+    has_plans = graphed.method == "forward" and any(isinstance(m, CONVOLUTIONS) for m in modules)
     if maker is not None and is_required:
         planner = Planner(maker, is_always=True, is_required=True)
     elif maker is not None and has_plans:
-        blocks = _blocks_in(module)
-        is_planned = bool(blocks) or is_convolutional(module)
+        own = set(modules)
+        inner = [finding for finding in blocks if finding.module in own]
+        is_planned = bool(inner) or is_convolutional(modules)
         maker = replace(maker, is_captured=True)
-        planner = Planner(maker, is_planned and not fused_blocks_pay(module, blocks))
+        planner = Planner(maker, is_planned and not fused_blocks_pay(modules, inner))
     if planner != graphed.planner:
         graphed.clear()
         graphed.set_planner(planner)
@@ -296,8 +356,11 @@ def take_off(root: nn.Module) -> list[PlannedForward]:
     return [_take_off(module) for module in root.modules() if _planned(module) is not None]
 
 
-def inspect(root: nn.Module, prefix: str = "") -> Iterator[Planned]:
-    """Yields a ``Planned`` for each module in ``root`` that has plans, or gets them from ``optimize``."""
+def inspect(root: nn.Module, prefix: str = "", kind: Kind | None = None) -> Iterator[Planned]:
+    """Yields a ``Planned`` for each module in ``root`` that has plans, or gets them from ``optimize``.
+
+    ``kind``: as in ``install``.
+    """
     found = [
         (path, module) for path, module in root.named_modules(prefix=prefix) if _planned(module) is not None
     ]
@@ -309,9 +372,10 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[Planned]:
             waiting = [None] if planner is not None and planner.is_required else []  # not called yet
             for planned in graphed.planned or waiting:
                 yield _described(path, module, planned)
-    if not found and gets_plans(root):
+    kind = kind or (None if found else kind_of_model(root))
+    if not found and kind is not None and kind.gets_plans:
         reasons = {"it is compiled by torch.compile": 0} if is_compiled(root) else {}
-        reason = reason_of_cudnn(root)
+        reason = kind.why_not
         yield Planned(prefix, type(root).__name__, False, own=reasons | ({reason: 0} if reason else {}))
 
 

@@ -28,7 +28,7 @@ from sdfastgn.patches.layout import channels_last
 from sdfastgn.patches.offload.moves import follow, is_followed
 from sdfastgn.patches.swap.class_forward import is_offloaded_whole
 from sdfastgn.patches.swap.instance_entries import InstanceEntry
-from sdfastgn.snapshot import Options
+from sdfastgn.survey import Options
 from tests.controlnet import build_controlnet
 from tests.small_pipelines import text_encoder
 
@@ -704,6 +704,6 @@ def test_triton_is_prepared_on_the_gpus_of_a_model(monkeypatch):
     assert prepared == [torch.device("cuda", 0)]
 
 
-def on_a_gpu(call, roots):
-    weights = [SimpleNamespace(device=torch.device(name)) for name in ("cuda:0", "cpu")]
-    call([SimpleNamespace(parameters=lambda: weights) for _ in roots])
+def on_a_gpu(call, devices):
+    assert list(devices) == [torch.device("cpu")]
+    call([torch.device("cuda", 0), *devices])

@@ -74,7 +74,7 @@ def check_calls(root: nn.Module, compared: Collection[nn.Module] = ()) -> None:
         if call_entry(module) is not None or module in compared:
             continue
         is_fused = _has_fused(module)
-        if is_fused or (module is root and takes_adapters(root)):
+        if is_fused or (module is root and takes_adapters(list(root.modules()))):
             set_call_entry(module, Checked(module, is_fused))
             guard(module)
 

@@ -81,7 +81,7 @@ def has_blocks(root: nn.Module) -> bool:
 
 def reason_to_stay(root: nn.Module) -> str | None:
     """Why ``root`` stays stock as a whole at the moment; None if it can be fused."""
-    return reason_of_cudnn(root) or reason_of_moves(root)
+    return reason_of_cudnn(root.modules()) or reason_of_moves(root)
 
 
 @functools.cache

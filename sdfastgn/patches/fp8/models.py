@@ -215,11 +215,11 @@ class Kept(NamedTuple):
     by_owner: dict[nn.Module, Product]
 
 
-def kept_in(root: nn.Module) -> dict[nn.Module, Kept]:
-    """The products of each model in ``root`` that has some, for ``give_back``."""
+def kept_in(modules: Iterable[nn.Module]) -> dict[nn.Module, Kept]:
+    """The products of each model among ``modules`` that has some, for ``give_back``."""
     return {
         model: Kept(_models[model], {m: _products[m] for m in model.modules() if m in _products})
-        for model in root.modules()
+        for model in modules
         if model in _models
     }
 

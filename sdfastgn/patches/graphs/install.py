@@ -23,7 +23,7 @@ from sdfastgn.kernels.common.private import is_compiled
 from sdfastgn.patches.code.checked import check_calls, stop_checking
 from sdfastgn.patches.graphs.capture import Backend, backend_of
 from sdfastgn.patches.graphs.forward import GraphedForward, all_living
-from sdfastgn.patches.graphs.models import is_graphable, method_of, scratch_of
+from sdfastgn.patches.graphs.models import METHODS, is_graphable, method_of, scratch_of
 from sdfastgn.patches.layout.left_alone import reason_of_cudnn
 from sdfastgn.patches.offload.moves import follow, unfollow
 from sdfastgn.patches.swap.class_forward import (
@@ -39,7 +39,6 @@ __all__ = [
     "MODES",
     "Graphs",
     "graphed_of",
-    "has_graphable",
     "inspect",
     "install",
     "outermost",
@@ -54,6 +53,9 @@ __all__ = [
 # graphs.
 INFERENCE_MODES = ("auto", True, False)
 MODES = ("training", *INFERENCE_MODES)
+# Keys in the ``__dict__`` of a module under which a ``GraphedForward`` may be. accelerate's hooks move the
+# entry "forward" to "_old_forward".
+_PLACES = (*METHODS, "_old_forward")
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,6 @@ class Graphs:
     last_change: str = ""
 
 
-def has_graphable(root: nn.Module) -> bool:
-    """True if ``root`` is or contains a graphable module: one of a class that ``models.py`` lists."""
-    return any(True for _ in outermost(root))
-
-
 def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -> None:
     """Give every graphable module in ``root`` a ``GraphedForward``, or remove it if ``mode`` is False.
 
@@ -96,7 +93,7 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
     include the calls of the inner ones. A module whose forward other code has replaced gets none, and neither
     does a model that ``optimize`` leaves as it is.
     """
-    if mode is not False and reason_of_cudnn(root) is not None:
+    if mode is not False and reason_of_cudnn(root.modules()) is not None:
         mode = False
     for _, module in list(outermost(root)):
         set_mode(module, mode, backend)
@@ -105,9 +102,10 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
 
 def set_mode(module: nn.Module, mode: str | bool, backend: Backend | None = None) -> None:
     """Give ``module`` a ``GraphedForward``, whatever its class is, or remove it if ``mode`` is False."""
+    modules = list(module.modules())
     if mode is not False and method_of(module) == "forward":
-        stop_checking(module.modules())
-    for inner in module.modules():
+        stop_checking(modules)
+    for inner in modules:
         if inner is not module and graphed_of(inner) is not None:  # ``optimize(inner)`` was called before
             _take_off(inner)
     graphed = graphed_of(module)
@@ -126,14 +124,15 @@ def set_mode(module: nn.Module, mode: str | bool, backend: Backend | None = None
 
 def remove(root: nn.Module) -> None:
     """Undo ``install``: remove each ``GraphedForward`` and ``Checked`` in ``root``, and drop its graphs."""
-    install(root, False)
+    for _, module in list(outermost(root)):
+        set_mode(module, False)
     stop_checking(root.modules())
 
 
 def sharing(roots: Iterable[nn.Module]) -> list[nn.Module]:
     """The models with a ``GraphedForward`` that contain a module of ``roots``."""
-    modules = {module for root in roots for module in root.modules()}
     owners = [owner for graphed in all_living() if (owner := graphed._module()) is not None]
+    modules = {module for root in roots for module in root.modules()} if owners else set()
     return [owner for owner in owners if not modules.isdisjoint(owner.modules())]
 
 
@@ -154,7 +153,7 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
     about its calls with gradients: (``Graphs``, None).
     """
     # ``reason_of_cudnn`` walks through the whole model, so it is called at most once.
-    why_left = functools.cache(functools.partial(reason_of_cudnn, root))
+    why_left = functools.cache(lambda: reason_of_cudnn(root.modules()))
     for path, module in outermost(root, prefix):
         graphed, kind = graphed_of(module), type(module).__name__
         reasons = {"it is compiled by torch.compile": 0} if is_compiled(module) else {}
@@ -218,8 +217,7 @@ def _compares_calls(module: nn.Module) -> bool:
 
 def graphed_of(module: nn.Module) -> GraphedForward | None:
     """The ``GraphedForward`` of ``module``, or None."""
-    # accelerate's hooks move the entry "forward" of a module's ``__dict__`` to ``_old_forward``.
-    for name in (method_of(module), "_old_forward"):
+    for name in _PLACES:
         value = vars(module).get(name)
         if isinstance(value, GraphedForward):
             return value

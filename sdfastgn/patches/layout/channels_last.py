@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ __all__ = [
     "apply",
     "converted_weights",
     "convertible_modules",
-    "is_applied",
     "is_complete",
     "is_entry",
     "is_exit",
@@ -112,20 +111,24 @@ def _path_in_model(path: str) -> str:
     return "." + ".".join(names)
 
 
-def convertible_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def convertible_modules(
+    root: nn.Module, reason: Callable[[Collection[nn.Module]], str | None] = reason_to_leave
+) -> Iterator[tuple[str, nn.Module]]:
     """Returns ``root.named_modules()`` without the modules whose weights must keep their layout.
 
     Two kinds of modules are left out: modules that an adapter added, because adapters are saved contiguous,
-    and modules that FSDP shards, because FSDP manages their memory. The result is empty if convolutions in
-    channels-last may be wrong (``left_alone.py``).
+    and modules that FSDP shards, because FSDP manages their memory. The result is empty if ``reason``, a
+    function of ``left_alone.py``, has a reason to leave the model.
     """
-    if reason_of_cudnn(root) is not None:
+    named = list(root.named_modules())
+    modules = [module for _, module in named]
+    if reason(modules) is not None:
         return iter(())
-    left = modules_in_fsdp(root)
-    for _, layer in adapted_layers(root):
+    left = modules_in_fsdp(modules)
+    for layer in adapted_layers(modules):
         added = (child for name, child in layer.named_children() if name not in WRAPPED)
         left.update(module for child in added for module in child.modules())
-    return ((path, module) for path, module in root.named_modules() if module not in left)
+    return ((path, module) for path, module in named if module not in left)
 
 
 # id -> ``_Apply``, for every ``_Apply`` that is alive.
@@ -166,7 +169,7 @@ def lay_out_weights(root: nn.Module) -> bool:
     since, with ``.to(memory_format=...)``.
     """
     before = converted_weights(root)
-    for _, module in convertible_modules(root):
+    for _, module in convertible_modules(root, reason_of_cudnn):
         if _STOCK_LAYOUT not in vars(module):
             _convert(module)
     return converted_weights(root) > before
@@ -179,8 +182,6 @@ def is_complete(root: nn.Module) -> bool:
 
 def _steps(root: nn.Module) -> Iterator[Callable[[], Any]]:
     """Yields a function without arguments for each change that ``apply(root)`` has to make."""
-    if reason_to_leave(root) is not None:
-        return
     has_convolution = False
     for path, module in convertible_modules(root):
         if is_entry(path, module) and enter not in module._forward_pre_hooks.values():
@@ -194,16 +195,11 @@ def _steps(root: nn.Module) -> Iterator[Callable[[], Any]]:
         yield lambda: follow_moves(_Apply(root))
 
 
-def is_applied(root: nn.Module) -> bool:
-    """True if ``apply(root)`` was called, has found a convolution in ``root``, and was not undone since."""
-    return isinstance(vars(root).get("_apply"), _Apply) or converted_weights(root) > 0
-
-
-def laid_out(root: nn.Module) -> set[nn.Module]:
-    """The modules in ``root``, itself included, that ``apply`` has changed or given a hook."""
+def laid_out(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Those of ``modules`` that ``apply`` has changed or given a hook."""
     return {
         module
-        for module in root.modules()
+        for module in modules
         if _STOCK_LAYOUT in vars(module)
         or isinstance(vars(module).get("_apply"), _Apply)
         or enter in module._forward_pre_hooks.values()
@@ -249,8 +245,6 @@ def _new_format(module: nn.Module) -> torch.memory_format | None:
 
 def unconverted_weights(module: nn.Module) -> int:
     """Number of convolutions in ``module`` whose weights ``apply`` would convert, now or once on a GPU."""
-    if reason_to_leave(module) is not None:
-        return 0
     return sum(_new_format(m) is not None for _, m in convertible_modules(module))
 
 

@@ -5,17 +5,19 @@ At each call FSDP copies the weights of these modules into memory that it manage
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch.distributed
 from torch import nn
 
 __all__ = ["modules_in_fsdp"]
 
 
-def modules_in_fsdp(root: nn.Module) -> set[nn.Module]:
-    """All modules in ``root`` that FSDP shards, by ``fully_shard`` or by ``FullyShardedDataParallel``."""
+def modules_in_fsdp(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """The modules that FSDP shards, by ``fully_shard`` or ``FullyShardedDataParallel``, and all in them."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return set()
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     kinds = FSDPModule, FullyShardedDataParallel
-    return {m for outer in root.modules() if isinstance(outer, kinds) for m in outer.modules()}
+    return {m for outer in modules if isinstance(outer, kinds) for m in outer.modules()}

@@ -16,6 +16,8 @@ the model.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 import torch
 from torch import nn
 
@@ -39,19 +41,19 @@ def pads_quickly(fusion: Fusion) -> None:
     _quick.append(fusion)
 
 
-def reason_to_leave(root: nn.Module) -> str | None:
-    """Why ``optimize`` must leave the model ``root`` as it is; None if it may change the model."""
-    reason = reason_of_cudnn(root)
+def reason_to_leave(modules: Collection[nn.Module]) -> str | None:
+    """Why ``optimize`` must leave the model of ``modules`` as it is; None if it may change the model."""
+    reason = reason_of_cudnn(modules)
     if reason is not None:
         return reason
-    if any(_repeats_borders(module) and not _has_kernel(module) for module in root.modules()):
+    if any(_repeats_borders(module) and not _has_kernel(module) for module in modules):
         return SLOW_BORDERS
     return None
 
 
-def reason_of_cudnn(root: nn.Module) -> str | None:
-    """Why the installed cuDNN cannot be trusted with 3-D convolutions of ``root``; None if it can."""
-    if not any(isinstance(m, nn.Conv3d) and m.weight.dtype is torch.bfloat16 for m in root.modules()):
+def reason_of_cudnn(modules: Iterable[nn.Module]) -> str | None:
+    """Why the installed cuDNN cannot be trusted with 3-D convolutions among ``modules``; None if it can."""
+    if not any(isinstance(m, nn.Conv3d) and m.weight.dtype is torch.bfloat16 for m in modules):
         return None
     version = torch.backends.cudnn.version()
     if version not in _BAD_CUDNN:  # None without cuDNN

@@ -9,7 +9,7 @@ an adapter. So the report and ``strict=True`` name a wrapper only if its class i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -40,14 +40,17 @@ _MIXIN = "PeftAdapterMixin"
 _ALONE = "stock's code runs the layer by itself"
 
 
-def takes_adapters(root: nn.Module) -> bool:
-    """True if layers of ``root`` have adapters of peft, or if diffusers or transformers can give it some."""
-    return any(cls.__name__ == _MIXIN for cls in type(root).__mro__) or has_adapters(root)
+def takes_adapters(modules: Sequence[nn.Module]) -> bool:
+    """True if a model has layers with adapters of peft, or if diffusers or transformers can give it some.
+
+    ``modules``: the model and all modules in it.
+    """
+    return any(cls.__name__ == _MIXIN for cls in type(modules[0]).__mro__) or any(map(is_adapted, modules))
 
 
-def adapted_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Returns (path, wrapper) of each layer with an adapter, among ``root`` and all modules below it."""
-    return ((path, module) for path, module in root.named_modules() if _is_wrapper(module))
+def adapted_layers(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """The wrapper of each layer with an adapter among ``modules``."""
+    return filter(_is_wrapper, modules)
 
 
 def unmerged_layers(

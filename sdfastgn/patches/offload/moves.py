@@ -7,7 +7,7 @@ entries (``instance_entries.py``) in the module of each move.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
@@ -73,6 +73,6 @@ def is_followed(module: nn.Module) -> bool:
     return isinstance(vars(module).get("_apply"), Moves)
 
 
-def followed_in(root: nn.Module) -> frozenset[nn.Module]:
-    """The modules in ``root``, itself included, that are followed. Wrappers contain followed models."""
-    return frozenset(filter(is_followed, root.modules()))
+def followed_in(modules: Iterable[nn.Module]) -> frozenset[nn.Module]:
+    """Those of ``modules`` that are followed. Wrappers contain followed models."""
+    return frozenset(filter(is_followed, modules))

@@ -111,10 +111,10 @@ def undisturbed(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
     Raises RuntimeError, before anything is changed, if a running call does not end within 30 seconds.
     """
     global _change
-    change = _Change(module for root in roots for module in root.modules())
-    if _change is not None or not change.modules or len(sys._current_frames()) == 1:
+    if _change is not None or len(sys._current_frames()) == 1:
         yield
         return
+    change = _Change(module for root in roots for module in root.modules())
     _change = change
     try:
         for module in change.modules:

@@ -123,9 +123,13 @@ def test_another_layout_stays_until_the_next_optimize():
 
 
 def test_the_modules_are_walked_once(monkeypatch):
-    walks, walk = [], channels_last.convertible_modules
-    monkeypatch.setattr(channels_last, "convertible_modules", lambda root: walks.append(root) or walk(root))
-    model = samples.unet()
+    walks, walk, model = [], torch.nn.Module.named_modules, samples.unet()
+
+    def counted(module, *args, **options):
+        walks.extend([model] if module is model else [])
+        return walk(module, *args, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "named_modules", counted)
     channels_last.apply(model)
     assert walks == [model]
     assert channels_last.is_complete(model)
