@@ -87,6 +87,8 @@ def in_memory(n: Any) -> Tensor:
     shape = n.meta["shape"]
     if n.target is steps.attention:  # its kernels write the heads of a token side by side
         return torch.empty((*shape[:-3], shape[-2], shape[-3], shape[-1]), device="meta").transpose(-2, -3)
+    if n.target is steps.group_norm and len(shape) == 3:  # it keeps the order of its argument
+        return torch.empty_like(in_memory(n.args[0]))
     writer: Any = n.args[0] if n.target is operator.getitem else n
     if len(shape) not in (4, 5) or writer.target in _OF_ROWS:
         return torch.empty(shape, device="meta")
