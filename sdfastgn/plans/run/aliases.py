@@ -73,7 +73,7 @@ def copies(n: Any) -> bool:
 
 
 def adds_bias_apart(n: Any) -> bool:
-    """True if ``n`` is a linear layer whose bias PyTorch adds in a pass of its own: x is not contiguous."""
+    """True if ``n`` is a linear layer whose bias PyTorch adds in a second pass, as x is not contiguous."""
     if n.op != "call_function" or n.target is not steps.linear or n.args[2] is None:
         return False
     x = in_memory(n.args[0])
