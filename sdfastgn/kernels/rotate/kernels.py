@@ -67,6 +67,7 @@ def _rotate_kernel(
         gdc_wait()
     x_ptr += (a * x_a + b * x_b + c * x_c) * VECTOR
     x = tl.load(x_ptr + d, mask=mask, other=0.0).to(tl.float32)
+    # e: columns in their heads. other: with halves, the columns of the other elements of the pairs.
     # With offsets of the shape of the tile, each thread loads the numbers of its own elements.
     start, e = (d // HEAD * HEAD, d % HEAD) if HEAD < D else (0, d)
     other = start + (d + HEAD // 2) % HEAD + r * 0

@@ -16,8 +16,8 @@ from sdfastgn.kernels.rotate.op import RotateCall
 _ELEMENTS = 2048
 # Number of warps of a program, except for long rows.
 _WARPS = 4
-# Number of elements of a row for each warp. With twice as many, registers did not suffice.
-_MOST_OF_A_WARP = 1024
+# Largest number of elements of a row for each warp. With twice as many, registers did not suffice.
+_MOST_OF_A_WARP = 512
 
 
 class RotatePlan:

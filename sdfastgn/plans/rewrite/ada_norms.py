@@ -5,7 +5,7 @@ Tokens are (B, S, D). What is looked for, with each part but one optional:
     total = x + gate * rms_norm(branch)
     y = norm(total) * gain * factor + offset
 
-The branch may be a product, whose bias the step adds where PyTorch would need a pass for it.
+If the branch is a product to which PyTorch would add the bias in a second pass, the step adds the bias.
 
 Gate, factor and offset are (B, S, D), or have one element along B or S. The step computes in fp32 and rounds
 each result once. So casts between its parts count only if they round to fewer bits than the result has.
@@ -152,7 +152,7 @@ def _step(r: Rewriter, total: _Sum | None, found: _Modulated | None) -> Node:
 
 
 def _without_bias(r: Rewriter, n: Node) -> tuple[Node, Node | None]:
-    """(n without its bias, the bias) if n is a product whose bias PyTorch would add in a pass of its own."""
+    """(n without its bias, the bias) if n is a product, and PyTorch would add the bias in a second pass."""
     if not adds_bias_apart(n) or not is_only(n):
         return n, None
     x, weight, bias = n.args

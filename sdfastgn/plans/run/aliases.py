@@ -73,7 +73,7 @@ def copies(n: Any) -> bool:
 
 
 def adds_bias_apart(n: Any) -> bool:
-    """True if ``n`` is a linear layer whose bias PyTorch adds in a pass of its own: x is not contiguous."""
+    """True if ``n`` is a linear layer whose bias PyTorch adds in a second pass, as x is not contiguous."""
     if n.op != "call_function" or n.target is not steps.linear or n.args[2] is None:
         return False
     x = in_memory(n.args[0])
@@ -90,6 +90,8 @@ def in_memory(n: Any) -> Tensor:
         steps.attention_to_first,
     ):  # its kernels write the heads of a token side by side
         return torch.empty((*shape[:-3], shape[-2], shape[-3], shape[-1]), device="meta").transpose(-2, -3)
+    if n.target is steps.group_norm and len(shape) == 3:  # it keeps the order of its argument
+        return torch.empty_like(in_memory(n.args[0]))
     writer: Any = n.args[0] if n.target is operator.getitem else n
     if len(shape) not in (4, 5) or writer.target in _OF_ROWS:
         return torch.empty(shape, device="meta")

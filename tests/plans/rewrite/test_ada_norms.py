@@ -133,7 +133,7 @@ def test_casts_that_round_to_no_fewer_bits_than_the_result():
     "part", [lambda t: t[:, 3:], lambda t: t[:, :5], lambda t: t[..., :D].narrow(1, 0, 5)]
 )
 def test_the_bias_of_a_product_of_a_part_of_each_sample(part):
-    """PyTorch would add it in a pass of its own."""
+    """PyTorch would add it in a second pass."""
     tokens = torch.randn(B, 8, D)
 
     def call(x, e, tokens):
