@@ -8,9 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sdfastgn.plans.disk import content
 from sdfastgn.plans.masks import Masks
+from sdfastgn.plans.outcome import Outcome
 from sdfastgn.plans.rewrite.masks import keys_seen
+from sdfastgn.plans.rewrite.passes import rewrite
 from sdfastgn.plans.run import steps
+from sdfastgn.plans.run.plan import Plan
+from sdfastgn.plans.trace.tracer import trace
 from tests.plans.engine import plan_of
 from tests.plans.programs import relative
 from tests.plans.wrong_rules import Wrong, put_in
@@ -218,3 +223,17 @@ def test_masks_depend_on_arguments_alone(mask, count):
     k = torch.randn(1, H, K, D)
     plan = plan_of(own, lambda q, m: F.scaled_dot_product_attention(q, k, k, mask(own, q, m)), q, m)
     assert len(Masks(plan)) == count
+
+
+def test_masks_of_a_plan_from_disk():
+    function = Function(1)
+    inputs = function.inputs()
+    traced = trace(function, function, *inputs)
+    outcome = Outcome(inputs, {}, inputs)
+    outcome.finish(None)
+    text = content.text_of(function, traced, rewrite(traced.graph.graph), outcome)
+    masks = Masks(Plan(*content.read(text, function, [*inputs])[:2]))
+    lengths = [lengths_of(mask) for mask in function.masks(*inputs[2:])]
+    assert masks.lengths(inputs, 1) == tuple(lengths)
+    found = masks.plan(masks.seen(lengths)).run([*inputs, *masks.numbers(lengths)])
+    assert max(map(relative, found, function(*inputs))) < 1e-5
