@@ -122,7 +122,7 @@ def asked(number: int) -> tuple[int, str]:
 
 def noise_of(numbers: Sequence[int], device: str) -> Tensor:
     """The noise of images, (N, 4, 8, 8) in fp32. Each number is the seed of its image's noise."""
-    # It is drawn in fp32 on the CPU, because from the same seed other noise is drawn in fp16.
+    # It is drawn on the CPU, so that it is the same on every device.
     return torch.stack(
         [torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(number)) for number in numbers]
     ).to(device)

@@ -15,7 +15,8 @@ from sdfastgn.program import OptionError, writing
 # Version 2 added the errors of pipelines against fp32, and the scheduler, prompt and guidance of a config.
 # Version 3 added the 99th percentile, the time of a pipeline's graphs, reserved memory, and the kind "sweep".
 # Version 4 added the frames and the width of a video.
-SCHEMA = 4
+# Version 5 added the errors of rows against fp32.
+SCHEMA = 5
 # Name -> type of the fields that a run has in every version of the format.
 _TYPES = {"kind": str, "environment": dict, "config": dict, "rows": list}
 # The values of a row's ``status``, which says how the row's measurement ended.

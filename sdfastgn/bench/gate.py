@@ -59,7 +59,8 @@ class Judgement:
     """A variant's errors. ``reason``: why the gate rejects the variant; empty if the gate accepts it.
 
     ``error`` and ``psnr_db`` compare the variant's output with stock eager's output. The fields ``fp32_...``
-    compare it with stock's output in fp32. They are NaN or None if this output was not computed.
+    compare it with stock's output in fp32. They are NaN or None if this output was not computed. ``rows``:
+    ``images.row_errors`` of a network's output against fp32.
     """
 
     error: float
@@ -68,6 +69,7 @@ class Judgement:
     fp32_error: float = math.nan
     fp32_psnr_db: float | None = None
     fp32_ssim: float | None = None
+    rows: tuple[float | None, float | None] = (None, None)
 
 
 def gate_text(config: BenchConfig) -> str:
@@ -131,7 +133,10 @@ def judge(config: BenchConfig, output: Any, stock: Reference, slack: float = 1.0
     if decibel is not None and stock.fp32 is not None:
         fp32_psnr_db, fp32_ssim = images.psnr(output, stock.fp32), images.ssim(output, stock.fp32)
     reason = _reason(config, error, decibel, exact, stock.fp32_error, slack)
-    return Judgement(error, decibel, reason, exact, fp32_psnr_db, fp32_ssim)
+    rows: tuple[float | None, float | None] = (None, None)
+    if config.part not in ("pipeline", "train") and stock.fp32 is not None:
+        rows = images.row_errors(output, stock.fp32)
+    return Judgement(error, decibel, reason, exact, fp32_psnr_db, fp32_ssim, rows)
 
 
 def _reason(

@@ -65,6 +65,8 @@ class Row:
         error_fp32: relative error against the output in fp32 without TF32, if this was computed.
         psnr_db: PSNR of a pipeline's images against eager's.
         psnr_fp32_db, ssim_fp32: PSNR and SSIM of a pipeline's images against the fp32 pipeline's images.
+        row_error_fp32, high_row_error_fp32: the median and the 95th percentile of the relative errors of the
+            rows of a network's output against fp32. A row has all channels of one position.
         step_mib: maximum memory in MiB of a training step, without model and inputs: activations that are
             kept for the backward, temporary tensors and gradients.
         saved_mib: MiB of the tensors that autograd keeps for the backward of a training step.
@@ -107,6 +109,8 @@ class Row:
     width: int | None = None
     lora_rank: int | None = None
     eager_ms: list[float] | None = None
+    row_error_fp32: float | None = None
+    high_row_error_fp32: float | None = None
 
 
 def _finite(value: float | None) -> float | None:
@@ -242,6 +246,7 @@ def _measure(
         row.error_eager, row.error_fp32 = _finite(judgement.error), _finite(judgement.fp32_error)
         row.psnr_db, row.psnr_fp32_db = _finite(judgement.psnr_db), _finite(judgement.fp32_psnr_db)
         row.ssim_fp32 = _finite(judgement.fp32_ssim)
+        row.row_error_fp32, row.high_row_error_fp32 = map(_finite, judgement.rows)
         if judgement.reason:
             row.status, row.reason, row.note = WRONG, judgement.reason, variant.describe(workload.target)
             return

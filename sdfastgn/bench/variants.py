@@ -30,7 +30,7 @@ PARTS = ("unet", "vae", "pipeline", "train")
 EVERY_PART = (*PARTS, "transformer")
 # Names of the components of a pipeline that torch.compile compiles, and that the variant "channels_last"
 # converts. "" stands for a module that is timed without a pipeline.
-TIMED_MODULES = ("", "unet", "vae")
+TIMED_MODULES = ("", "unet", "transformer", "vae")
 
 
 @dataclass(frozen=True)
@@ -235,6 +235,8 @@ def _stable_fast(target: Any, part: str, undo: contextlib.ExitStack) -> None:
     stable_fast.compile_target(target, part)
 
 
+# Name of the variant in FP8.
+FP8 = "sdfastgn_fp8"
 # On a GPU, a UNet step or VAE decode of each variant is also timed as one CUDA graph, unless the variant
 # replays graphs itself.
 _EVERY = (
@@ -250,7 +252,7 @@ _EVERY = (
         graphs_stand_alone=True,
     ),
     Variant(
-        "sdfastgn_fp8",
+        FP8,
         "sdfastgn, FP8",
         _fp8_reason,
         _sdfastgn_fp8,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -43,7 +44,7 @@ class BenchConfig:
             steps, decode) or ``"train"`` (forward and backward of the UNet).
         size: pixels along a side of the square image, or the height of a video's frames.
         batch: batch size of the UNet or the VAE (in videos for a video model), or images per call of a
-            pipeline.
+            pipeline. A step of a saved transformer is one of such a call.
         weights: ``"random"``, a local path or a Hub id.
         fp32_reference: also compute the output in fp32, with which outputs are then compared.
         profile: also record where a call's time goes, after the call was timed.
@@ -51,6 +52,7 @@ class BenchConfig:
         preset: the entry of ``PRESETS`` that these settings come from, or empty.
         frames: frames of a video if the model is one of ``VIDEO_NETWORKS``, else None.
         width: width of a video's frames in pixels; None for other models.
+        guidance: guidance scale of a pipeline; None for the pipeline's own.
         lora_rank: rank of the LoRA that a training step trains; None to train all parameters.
     """
 
@@ -67,7 +69,7 @@ class BenchConfig:
     fp32_reference: bool = False
     profile: bool = False
     scheduler: str = ""
-    guidance: float = GUIDANCE
+    guidance: float | None = GUIDANCE
     prompt: str = PROMPT
     preset: str = ""
     frames: int | None = None
@@ -197,12 +199,8 @@ def _start_arguments(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict
     return {"latents": noise, "height": config.size, "width": config.size}
 
 
-def build_pipeline(config: BenchConfig, pipe: Any = None) -> Workload:
-    """The workload of a whole pipeline, from prompt to image.
-
-    ``pipe``: the pipeline, if another workload has it already. None: it is built or loaded here.
-    """
-    pipe = load(config) if pipe is None else pipe
+def _prepare(pipe: Any, config: BenchConfig) -> None:
+    """Turn progress bars off, and give ``pipe`` the config's scheduler."""
     pipe.set_progress_bar_config(disable=True)
     if config.scheduler:
         import diffusers
@@ -211,6 +209,15 @@ def build_pipeline(config: BenchConfig, pipe: Any = None) -> Workload:
             pipe.scheduler = getattr(diffusers, config.scheduler).from_config(pipe.scheduler.config)
         except Exception as error:  # for instance, the scheduler needs a package that is not installed
             raise OptionError(f"--scheduler: cannot make {config.scheduler!r}: {one_line(error)}") from None
+
+
+def build_pipeline(config: BenchConfig, pipe: Any = None) -> Workload:
+    """The workload of a whole pipeline, from prompt to image.
+
+    ``pipe``: the pipeline, if another workload has it already. None: it is built or loaded here.
+    """
+    pipe = load(config) if pipe is None else pipe
+    _prepare(pipe, config)
     if config.batch * config.size**2 > MOST_DECODED_PIXELS:
         pipe.vae.enable_slicing()
     # A UNet with ``time_cond_proj_dim``, such as LCM's, was distilled to take guidance as an embedding. The
@@ -233,16 +240,86 @@ def build_pipeline(config: BenchConfig, pipe: Any = None) -> Workload:
         ).images
 
     def fp32_output() -> Any:
-        # The pipeline itself is cast to fp32 and back: a copy of SDXL would need much memory. The casts
-        # change no weight, because each value of fp16 and bf16 is exact in fp32.
-        try:
-            with global_switches(cudnn_tf32=False, matmul_tf32=False):
-                pipe.to(torch.float32)
-                return call(_start_arguments(config, pipe, torch.float32))
-        finally:
-            pipe.to(config.torch_dtype)
+        with _in_fp32(pipe):
+            return call(_start_arguments(config, pipe, torch.float32))
 
     return Workload(pipe, call, fp32_output)
+
+
+@contextlib.contextmanager
+def _in_fp32(pipe: Any) -> Iterator[None]:
+    """A context in which ``pipe`` is in fp32, without TF32. At its end each tensor has its dtype again."""
+    # The pipeline itself is cast to fp32 and back: a copy of SDXL would need much memory. The casts change no
+    # weight, because each value of fp16 and bf16 is exact in fp32. Some layers are in fp32 from the start.
+    models = [each for each in pipe.components.values() if isinstance(each, nn.Module)]
+    dtypes = [[t.dtype for t in _tensors_of(model)] for model in models]
+    try:
+        with global_switches(cudnn_tf32=False, matmul_tf32=False):
+            pipe.to(torch.float32)
+            yield
+    finally:
+        for model, before in zip(models, dtypes, strict=True):
+            for tensor, dtype in zip(_tensors_of(model), before, strict=True):
+                tensor.data = tensor.data.to(dtype)
+
+
+def _tensors_of(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def build_transformer_pipeline(config: BenchConfig) -> Workload:
+    """The workload of a saved pipeline with a transformer, from prompt to image or video.
+
+    It is called with the pipeline's own defaults, except for what ``config`` says.
+    """
+    pipe = load(config)
+    _prepare(pipe, config)
+    known = inspect.signature(pipe.__call__).parameters
+    options = {"num_frames": config.frames, "guidance_scale": config.guidance}
+    options = {name: value for name, value in options.items() if name in known and value is not None}
+
+    def call() -> Any:
+        images = pipe(
+            prompt=[config.prompt] * config.batch,
+            height=config.size,
+            width=config.width,
+            num_inference_steps=config.steps,
+            # A CPU generator gives the same noise on every device, and in every dtype.
+            generator=torch.Generator("cpu").manual_seed(config.seed),
+            output_type="np",
+            return_dict=False,
+            **options,
+        )[0]
+        return images.reshape(-1, *images.shape[-3:])  # also the frames of videos
+
+    def fp32_output() -> Any:
+        with _in_fp32(pipe):
+            return call()
+
+    return Workload(pipe, call, fp32_output)
+
+
+class _Recorded(Exception):  # noqa: N818  # ends a call of a pipeline
+    pass
+
+
+def build_saved_transformer(config: BenchConfig) -> Workload:
+    """The workload of a step of a saved pipeline's transformer: the first of a call of the pipeline."""
+    whole = build_transformer_pipeline(config)
+    transformer, inputs = whole.target.transformer, {}
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs.update(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+        raise _Recorded
+
+    handle = transformer.register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        with contextlib.suppress(_Recorded):
+            whole.call()
+    finally:
+        handle.remove()
+    inputs.pop("return_dict", None)
+    return workload_of(transformer.eval(), inputs, video.run)
 
 
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
@@ -330,6 +407,12 @@ BUILDERS: dict[str, Callable[[BenchConfig], Workload]] = {
 }
 
 
+# The same for saved pipelines with a transformer.
+OF_TRANSFORMERS = {"transformer": build_saved_transformer, "pipeline": build_transformer_pipeline}
+
+
 def build_workload(config: BenchConfig) -> Workload:
     """The workload that ``config`` describes."""
-    return build_video(config) if config.frames is not None else BUILDERS[config.part](config)
+    if config.frames is None:
+        return BUILDERS[config.part](config)
+    return build_video(config) if config.weights == "random" else OF_TRANSFORMERS[config.part](config)

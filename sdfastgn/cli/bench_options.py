@@ -25,7 +25,7 @@ from sdfastgn.cli.checks import (
     weights_source,
     whole_numbers,
 )
-from sdfastgn.cli.loading import device_name, dtype_name, pipeline_reason
+from sdfastgn.cli.loading import device_name, dtype_name, pipeline_reason, saved_pipeline
 from sdfastgn.models import architectures
 from sdfastgn.models.configurations import MODELS, TEXT_TO_IMAGE, UNETS, VAES, VIDEO_NETWORKS
 from sdfastgn.models.saved import native_size, unet_config
@@ -41,6 +41,8 @@ GUIDED_BATCH = 2
 STEPS = 30
 # Options that only a pipeline uses. For other parts they are refused.
 PIPELINE_OPTIONS = ("steps", "scheduler", "guidance", "prompt")
+# What is timed of a saved pipeline with a transformer.
+SAVED_PARTS = ("transformer", "pipeline")
 
 
 def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str, int, int, int]:
@@ -78,13 +80,35 @@ def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple
     return name, native, scale, GUIDED_BATCH if is_guided else 1
 
 
-def _parts(model: str | None, parts: Sequence[str] | None) -> list[str]:
+def _model_of(model: str | None, weights: str) -> str | None:
+    """The name in ``VIDEO_NETWORKS`` of a saved pipeline with a transformer; ``model`` for other weights.
+
+    Raises OptionError if the transformer is of another model, or if the benchmark does not know it.
+    """
+    saved = None if weights == "random" or model in MODELS else saved_pipeline(weights)
+    kind = "" if saved is None else saved.transformer
+    if not kind and (weights == "random" or model not in VIDEO_NETWORKS):
+        return model
+    known = {
+        name: parts["transformer"].cls for name, parts in VIDEO_NETWORKS.items() if "transformer" in parts
+    }
+    names = [name for name, cls in known.items() if cls == kind]
+    if model is not None and model not in names:
+        other = f": it has a {kind}" if kind else ""
+        raise OptionError(f"--weights: there is no transformer of {model!r} in {weights!r}{other}")
+    if not names:
+        choice = ", ".join(known.values())
+        raise OptionError(f"--weights: cannot time the {kind} in {weights!r}; choose from {choice}")
+    return names[0]
+
+
+def _parts(model: str | None, parts: Sequence[str] | None, *, is_saved: bool = False) -> list[str]:
     """Returns ``parts``, what to time ("unet", "vae", ...), without repetitions.
 
-    If ``parts`` is None, returns the first part that the benchmark can time for this model. Raises
-    OptionError if it cannot time one of ``parts``.
+    If ``parts`` is None, returns the first part that the benchmark can time for this model. ``is_saved``:
+    True for a saved pipeline with a transformer. Raises OptionError if it cannot time one of ``parts``.
     """
-    networks = VIDEO_NETWORKS.get(model or "", {})
+    networks = SAVED_PARTS if is_saved else tuple(VIDEO_NETWORKS.get(model or "", ()))
     if parts is None:
         return [next(iter(networks or PARTS))]
     chosen = some_of("--part", parts, EVERY_PART)
@@ -102,20 +126,21 @@ def _sizes(
 ) -> tuple[str, dict[str, dict[str, Any]]]:
     """Returns (the model's name, {part: the fields of BenchConfig that say how large a call is}).
 
-    ``size``: the value of ``--size``. Raises OptionError like ``_model_facts``, for a wrong size, and for
-    weights of a video model that are not random.
+    ``size``: the value of ``--size``. Raises OptionError like ``_model_facts``, and for a wrong size.
     """
     if model not in VIDEO_NETWORKS:
         name, native, scale, unet_batch = _model_facts(model, weights, parts)
         side = image_size("--size", native if size is None else size, scale)
         return name, {part: {"size": side, "batch": unet_batch if part == "unet" else 1} for part in parts}
-    if weights != "random":
-        raise OptionError(f"--weights: the model {model!r} can only have random weights, got {weights!r}")
-    sizes = {}
+    sizes: dict[str, dict[str, Any]] = {}
     for part in parts:
-        network = VIDEO_NETWORKS[model][part]
+        network = VIDEO_NETWORKS[model]["transformer" if part == "pipeline" else part]
         height, width = (network.height, network.width) if size is None else (image_size("--size", size),) * 2
-        sizes[part] = {"size": height, "width": width, "frames": network.frames, "batch": network.batch}
+        # A saved pipeline has its own guidance, which may double the batch of a step.
+        own: dict[str, Any] = (
+            {"batch": network.batch} if weights == "random" else {"batch": 1, "guidance": None}
+        )
+        sizes[part] = {"size": height, "width": width, "frames": network.frames, **own}
     return model, sizes
 
 
@@ -183,14 +208,16 @@ def bench_configs(
     """
     if model is not None:
         one_of("--model", model, EVERY_MODEL)
-    chosen = _parts(model, parts)
+    weights = weights_source("--weights", weights)
+    model = _model_of(model, weights)
+    chosen = _parts(model, parts, is_saved=model in VIDEO_NETWORKS and weights != "random")
     device = device_name("--device", device)
     on_cpu = device == "cpu"
-    on_gpu = VIDEO_NETWORKS[model][chosen[0]].dtype if model in VIDEO_NETWORKS else "fp16"
+    on_gpu = next(iter(VIDEO_NETWORKS[model].values())).dtype if model in VIDEO_NETWORKS else "fp16"
     dtype = dtype_name("--dtype", dtype, device, on_gpu)
     every_steps = whole_numbers("--steps", STEPS if steps is None else steps)
     scheduler = scheduler_name("--scheduler", scheduler or "")
-    name, sizes = _sizes(model, weights_source("--weights", weights), chosen, size)
+    name, sizes = _sizes(model, weights, chosen, size)
     _check_lora_rank(lora_rank, chosen)
     counts = CPU_REPEATS if on_cpu else GPU_REPEATS
     return [
@@ -207,8 +234,9 @@ def bench_configs(
             # A pipeline is profiled only if no other part is timed, because its profile takes minutes. The
             # profiles of other parts already show where a pipeline's time goes.
             profile=profile and (part != "pipeline" or len(chosen) == 1),
-            **{**sizes[part], "batch": images},
-            **{field: value for field, value in others.items() if value is not None},
+            **sizes[part]
+            | {"batch": images}
+            | {field: value for field, value in others.items() if value is not None},
         )
         for part in chosen
         for images in whole_numbers("--batch", sizes[part]["batch"] if batch is None else batch)
@@ -223,7 +251,7 @@ def _check_used(given: Mapping[str, Any], configs: Sequence[BenchConfig]) -> Non
         if option in given and not pipelines:
             parts = ", ".join(dict.fromkeys(config.part for config in configs))
             raise OptionError(f"--{option}: is for --part pipeline, got --part {parts}")
-    for config in pipelines if "guidance" in given else ():
+    for config in [each for each in pipelines if each.frames is None] if "guidance" in given else ():
         is_random = config.weights == "random"
         unet = UNETS[config.model] if is_random else unet_config("--weights", config.weights)
         if unet.get("time_cond_proj_dim"):

@@ -55,12 +55,14 @@ class SavedPipeline(NamedTuple):
         kind, scheduler: names of the pipeline's and of the scheduler's class in diffusers.
         arguments: the arguments of a call of the pipeline.
         origin: the Hub id or path from which the pipeline was loaded before it was saved; or empty.
+        transformer: name of the class of its transformer; empty if it has none.
     """
 
     kind: str
     scheduler: str
     arguments: Mapping[str, inspect.Parameter]
     origin: str
+    transformer: str = ""
 
 
 def saved_pipeline(weights: str) -> SavedPipeline | None:
@@ -68,10 +70,13 @@ def saved_pipeline(weights: str) -> SavedPipeline | None:
     import diffusers
 
     try:
-        index = dict(diffusers.DiffusionPipeline.load_config(weights))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer Hub clients warn of an argument that diffusers passes
+            index = dict(diffusers.DiffusionPipeline.load_config(weights))
         kind, scheduler = index["_class_name"], index.get("scheduler") or ("", "")
         arguments = inspect.signature(getattr(diffusers, kind).__call__).parameters
-        return SavedPipeline(kind, str(scheduler[1]), arguments, str(index.get("_name_or_path", "")))
+        origin, transformer = index.get("_name_or_path", ""), index.get("transformer") or ("", "")
+        return SavedPipeline(kind, str(scheduler[1]), arguments, str(origin), str(transformer[1] or ""))
     except Exception:  # diffusers and the Hub's client raise errors of many classes
         return None
 

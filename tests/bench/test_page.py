@@ -124,6 +124,15 @@ def test_figures_of_what_there_is(without):
     )
 
 
+def test_figures_of_fp8_are_beside_the_others():
+    names = ("fp32", "eager", "sdfastgn", "sdfastgn_fp8", "sdfastgn_eager")
+    images = {name: np.full((16, 16, 3), 0.1 * i) for i, name in enumerate(names)}
+    shown = [caption for caption, _, _ in page.figures([row(name, 1.0) for name in names[1:]], images)]
+    assert shown[:4] == ["stock fp16", "optimized fp16", "optimized FP8", "fp32 reference"]
+    assert shown[-1] == "|optimized FP8 - fp32| x 2"
+    assert len(shown) == 7
+
+
 def test_large_images_are_shown_smaller(written):
     small, large = page._png(np.zeros((64, 64, 3))), page._png(np.zeros((4 * page.SHOWN, page.SHOWN, 3)))
     assert page._png(np.full((64, 64, 3), 2.0)) != small

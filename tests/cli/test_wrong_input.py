@@ -158,7 +158,7 @@ WEIGHTS = {
     "bench --weights video": "--weights: the UNet of 'video' cannot be timed: a UNet3DConditionModel takes",
     "bench --weights of-images": "--weights: the UNet of 'of-images' cannot be timed: its "
     "addition_embed_type 'image' takes",
-    "bench --model wan --weights sd15": "--weights: the model 'wan' can only have random weights, got 'sd15'",
+    "bench --model wan --weights sd15": "--weights: there is no transformer of 'wan' in 'sd15'",
     "bench --part pipeline --weights img2img": "--part: 'pipeline' needs a text-to-image*, * takes 'image'",
     "bench --part pipeline --weights no-prompt": "--part: 'pipeline' needs * takes a prompt, * takes none",
     "bench --part pipeline --weights inpainting --model sd15": "--part: 'pipeline' needs * takes 9 channels",

@@ -351,6 +351,16 @@ def test_refusals(dtype, options, text):
     assert vars(model) == before
 
 
+def test_a_model_without_blocks_is_refused():
+    model = nn.Module()
+    model.norm, model.linear = nn.LayerNorm(64, elementwise_affine=False), nn.Linear(64, 64)
+    text = r'precision="fp8" is impossible: it has no transformer blocks'
+    with pytest.raises(ValueError, match=text):
+        sdfastgn.optimize(model.bfloat16(), precision="fp8")
+    model.blocks = nn.ModuleList([nn.Sequential(model.norm, model.linear)])
+    sdfastgn.optimize(model, precision="fp8")
+
+
 def test_a_device_without_e4m3_is_refused(monkeypatch):
     monkeypatch.setattr(fp8, "device_reason", lambda device: "GPU has compute capability 8.0, below 8.9")
     with pytest.raises(ValueError, match=r"compute capability 8\.0, below 8\.9"):

@@ -37,6 +37,8 @@ def end_to_end_table(rows: Sequence[Row], title: str, gate: str = "") -> Blocks:
             "reserved MiB": number(row.reserved_mib, 5),
             "error, eager": error_text(row.error_eager),
             "error, fp32": error_text(row.error_fp32),
+            "row error: median": error_text(row.row_error_fp32),
+            "95 %": error_text(row.high_row_error_fp32),
             "PSNR dB": number(row.psnr_db),
             "PSNR dB, fp32": number(row.psnr_fp32_db),
             "SSIM, fp32": number(row.ssim_fp32, 4),
