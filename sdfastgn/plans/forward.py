@@ -137,8 +137,9 @@ class PlannedForward(MethodEntry):
 
     # As in ``GraphedForward``: instances have no ``__dict__``, because accelerate's hooks would copy it.
     __slots__ = (
-        "_by_state", "_captured", "_compiled", "_is_captured", "_is_timed", "_lock", "_policy", "_state",
-        "_states", "calls", "loads", "own", "replaces_entry", "traces", "trusted", "verifies", "weights",
+        "_by_state", "_captured", "_compiled", "_is_captured", "_is_timed", "_lock", "_own_threads",
+        "_policy", "_state", "_states", "calls", "loads", "own", "replaces_entry", "traces", "trusted",
+        "verifies", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -166,6 +167,7 @@ class PlannedForward(MethodEntry):
         self._captured: list[Made] = []  # CUDA graphs read the constants of these plans
         self._policy = Policy()
         self._lock = threading.RLock()
+        self._own_threads: list[int] = []  # threads that run the model's own code
         self.calls = self.traces = self.loads = 0
         self.own: Counter[str] = Counter()
 
@@ -203,7 +205,7 @@ class PlannedForward(MethodEntry):
             reason, first = str(error), error if isinstance(error, _Fills) else None
         is_counted = reason in self.own or len(self.own) < MAX_REASONS
         self.own[reason if is_counted else "other reasons"] += 1
-        with running(bool(self._states.replaced(self._states.look()))):
+        with running(bool(self._states.replaced(self._states.look()))), self._without_traces():
             if first is None:
                 return class_forward(module, self.method)(*args, **kwargs)
             with self._filling(module, first.call, first.plans):
@@ -296,6 +298,20 @@ class PlannedForward(MethodEntry):
             return None
         settings = global_state(call.device), switched(self.module)  # type: ignore[arg-type]
         return plans.made.get((call.key, places(call), settings))
+
+    @contextmanager
+    def _without_traces(self) -> Iterator[None]:
+        """A context for the model's own code, which must not find the tensors of another thread's trace.
+
+        It waits for such a trace. Until its end other threads do not begin one.
+        """
+        thread = threading.get_ident()
+        with self._lock:
+            self._own_threads.append(thread)
+        try:
+            yield
+        finally:
+            self._own_threads.remove(thread)
 
     @contextmanager
     def _filling(self, module: nn.Module, call: Call, plans: Plans) -> Iterator[None]:
@@ -543,6 +559,8 @@ class PlannedForward(MethodEntry):
                 if not plans.guard.same():
                     self._drop(plans)
                 raise Unsupported(plans.refused[key][-1])
+            if any(thread != threading.get_ident() for thread in self._own_threads):
+                raise Unsupported("another thread runs the model's own code")
             plans.check_is_worth_it()
             try:
                 plans.adapters.refresh(factor)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -73,6 +74,9 @@ _MAX_TRAINING_GRAPHS = 4
 
 # A call starts again this many times if code is replaced meanwhile. Then it runs stock's code.
 _MAX_CHANGES = 4
+
+# Held while a ``GraphedForward`` gets what runs its calls by plans. All threads must get the same one.
+_making = threading.Lock()
 
 # id -> ``GraphedForward``, for each ``GraphedForward`` that exists. When memory is short, all of them drop
 # their graphs. A search through the modules would not find a ``GraphedForward`` that another library has
@@ -375,9 +379,9 @@ class GraphedForward(MethodEntry):
         if other is None:
             options = *self._options, self._states, index
             other = type(self)(self.module, self.mode, self._backend, *options, self.planner)
-            self._others[index] = other
             other.eager = self.eager
             _living.pop(id(other), None)  # this object drops its graphs
+            other = self._others.setdefault(index, other)  # another thread may have been faster
         other.mode = self.mode
         return other
 
@@ -399,7 +403,9 @@ class GraphedForward(MethodEntry):
         if self.planner is None or not self._is_planned(as_stock):
             return class_forward(module, self.method)
         if self._planned is None:
-            self._planned = self.planner.make(module, self.method, self._states)
+            with _making:
+                if self._planned is None:
+                    self._planned = self.planner.make(module, self.method, self._states)
         return self._planned
 
     def _all(self) -> list[GraphedForward]:
