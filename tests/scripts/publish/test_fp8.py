@@ -20,6 +20,7 @@ from tests.bench.tables.cases import SOURCE, save
 ROW = Row("sdxl", "unet", 1024, 2, "fp16", "sdfastgn", OK, median_ms=20.0, error_fp32=0.002)
 
 
+@pytest.mark.slow
 @pytest.mark.fused_on_cpu
 def test_images_of_every_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_product, "CALLS", 2)
