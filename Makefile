@@ -69,7 +69,8 @@ demo: $(STAMP)  ## draw digits with a small trained pipeline, stock and optimize
 	$(BIN)/sdfastgn demo --output demo-output
 
 # One thread a worker: two workers share two cores, and torch would start two threads in each. No test may need the network.
-QUIET_PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+# Bytecode is kept, whatever the person's settings: without it each process compiles all that it imports.
+QUIET_PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 test: $(STAMP)  ## the quick tests that need no GPU
 	COMFYUI= $(QUIET_PYTEST) -m "not gpu and not every_gpu and not slow" -n 2 --dist worksteal --durations=10 $(PYTEST_ARGS)

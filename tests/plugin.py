@@ -7,6 +7,7 @@ pytest loads this file before the tests of any folder. So sdfastgn and most modu
 inside the fixtures that use them.
 """
 
+import zlib
 from typing import Any
 
 import pytest
@@ -16,6 +17,36 @@ from torch import Tensor, nn
 from tests.devices import DEVICES
 
 # ---- markers
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks the cases of a test that its marker ``drawn`` leaves out with ``slow``."""
+    tests = {}
+    for item in items:
+        marker = item.get_closest_marker("drawn")
+        if marker and not item.get_closest_marker("gpu") and not item.get_closest_marker("slow"):
+            tests.setdefault(item.nodeid.partition("[")[0], (*marker.args, []))[1].append(item)
+    for count, cases in tests.values():
+        drawn = draw({item.name: set(item.callspec.indices.items()) for item in cases}, count)
+        for item in cases:
+            if item.name not in drawn:
+                item.add_marker("slow")
+
+
+def draw(cases, count):
+    """``count`` names of ``cases``, a dict of {name: its values}, always the same ones.
+
+    They have as many values as possible between them, so each value of each parameter if ``count`` allows it.
+    """
+    left = sorted(cases, key=lambda name: zlib.crc32(name.encode()))
+    drawn, seen = [], set()
+    while left and len(drawn) < count:
+        name = max(left, key=lambda name: len(cases[name] - seen))
+        left.remove(name)
+        drawn.append(name)
+        seen |= cases[name]
+    return drawn
 
 
 def apply_markers(node, monkeypatch):

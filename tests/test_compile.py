@@ -169,6 +169,7 @@ CASES = [
 ]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("name", "dynamic"), CASES)
 def test_one_graph_and_the_same_results(name: str, dynamic: bool) -> None:
     found = compiled(name, dynamic)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +40,21 @@ def test_test_compile_collects_each_file_with_its_marker() -> None:
     }
     assert marked == {"tests/kernels/test_compile_only.py"}
     assert all(path in (ROOT / "Makefile").read_text() for path in marked)
+
+
+def test_each_test_is_in_a_target(tmp_path: Path) -> None:
+    """Whatever its markers are, but many_programs, whose file has a target."""
+    chosen = {}
+    for target in ("test", "test-slow", "test-compile", "test-gpu"):
+        words = shlex.split(run_make(tmp_path / target, target)[1])
+        chosen[target] = words[words.index("-m", words.index("pytest")) + 1]
+    markers = ("gpu", "every_gpu", "slow")
+    for values in itertools.product((False, True), repeat=len(markers)):
+        given = {**dict(zip(markers, values, strict=True)), "many_programs": False}
+        assert any(eval(expression, {}, given) for expression in chosen.values()), given
+    marker = "mark." + "many_programs"
+    assert [p.name for p in ROOT.glob("tests/**/*.py") if marker in p.read_text()] == ["test_programs.py"]
+    assert "tests/plans/test_programs.py" in run_make(tmp_path / "test-programs", "test-programs")[1]
 
 
 def test_bench_runs_the_list_of_measurements(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def compare(op, operands, bound, *, wanted=None):
         assert (a.double() - b).norm() <= bound * max(b.norm().item(), 1.0), i
 
 
+@pytest.mark.drawn(154)
 @each_code
 @each_place
 @each_op

@@ -23,20 +23,20 @@ def rules_apply_everywhere(monkeypatch):
     everything_pays(monkeypatch)
 
 
-@pytest.mark.parametrize("first", range(0, 1000, CHUNK))
+@pytest.mark.parametrize("first", range(0, 200, CHUNK))
 def test_programs(first):
     check(range(first, first + CHUNK))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(10_000, 12_000, 10 * CHUNK))
+@pytest.mark.parametrize("first", range(200, 1000, CHUNK))
 def test_more_programs(first):
-    check(range(first, first + 10 * CHUNK))
+    check(range(first, first + CHUNK))
 
 
 @pytest.mark.slow
 @pytest.mark.many_programs
-@pytest.mark.parametrize("first", range(12_000, 20_000, 10 * CHUNK))
+@pytest.mark.parametrize("first", range(10_000, 20_000, 10 * CHUNK))
 def test_many_programs(first):
     check(range(first, first + 10 * CHUNK))
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.plans import programs
 from tests.plans.engine import everything_pays, planned
-from tests.plans.wrong_rules import Wrong, put_in
+from tests.plans.wrong_rules import Wrong, changed_codes, put_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
 
@@ -36,12 +36,13 @@ WRONG = [
         "widened(square.args[0]) is widened(x)",
         "True",
     ),
-    Wrong("a norm has any order", "norms", "order == 2", "True"),
+    Wrong("a norm has any order", "norms", "order == 2", "True", first=93),
     Wrong(
         "a number after a bias is not for the bias",
         "norms",
         "weight is bias is None and scale == 1 and",
         "weight is bias is None and",
+        first=80,
     ),
     Wrong(
         "a parameter of a norm has any shape", "norms", "is_outside(t) and is_small and", "is_outside(t) and"
@@ -62,7 +63,7 @@ WRONG = [
     ),
     Wrong("the divisor of a sum is ignored", "sums", "float(divisor))", "1.0)"),
     Wrong("the second activation of a sum replaces the first", "sums", " or len(total.args) > i:", ":"),
-    Wrong("both GELUs are one", "norms", 'n.kwargs.get("approximate") == "tanh"', "False"),
+    Wrong("both GELUs are one", "norms", 'n.kwargs.get("approximate") == "tanh"', "False", first=54),
     Wrong("one of two biases is lost", "sums", "if len(biases) == 2:", "if len(biases) == 3:", first=434),
     Wrong(
         "the bias before an embedding is lost",
@@ -70,10 +71,24 @@ WRONG = [
         "return h.args[0], r.like(aten.add.Tensor, (shift, h.args[1]), shift)",
         "return h.args[0], shift",
     ),
-    Wrong("any frames are all but copies of the first", "repeats", "n.args[1:] != cut)", "n.args[1] != 2)"),
-    Wrong("a pad is in no cell", "cats", "source if all(", "source if any("),
-    Wrong("a mean is of any windows", "spelling", "if not is_usual or cell != step:", "if not is_usual:"),
-    Wrong("windows that overlap are cells", "cells", "list(stride) == kernel and", "len(stride) and"),
+    Wrong(
+        "any frames are all but copies of the first",
+        "repeats",
+        "n.args[1:] != cut)",
+        "n.args[1] != 2)",
+        first=75,
+    ),
+    Wrong("a pad is in no cell", "cats", "source if all(", "source if any(", first=106),
+    Wrong(
+        "a mean is of any windows",
+        "spelling",
+        "if not is_usual or cell != step:",
+        "if not is_usual:",
+        first=102,
+    ),
+    Wrong(
+        "windows that overlap are cells", "cells", "list(stride) == kernel and", "len(stride) and", first=76
+    ),
     Wrong("the number of the smaller cells is lost", "cells", "scale * first_scale)", "scale)", first=336),
     Wrong(
         "sums of cells of any value are side by side",
@@ -87,12 +102,14 @@ WRONG = [
         "cells",
         "if has(n, aten.mul.Tensor) else scale / factor",
         "if factor else scale",
+        first=90,
     ),
     Wrong(
         "channels may be added twice",
         "cells",
         "starts != list(range(0, shape(chains[0].x)[1], shape(n)[1]))",
         "len(starts) * shape(n)[1] != shape(chains[0].x)[1]",
+        first=76,
     ),
     Wrong(
         "a number of each channel is one of each frame",
@@ -105,12 +122,14 @@ WRONG = [
         "blends",
         "h, x, total, factors[1])",
         "h, x, *factors)",
+        first=64,
     ),
     Wrong(
         "any sum has the other side of a mix",
         "blends",
         "if other is x and h",
         "if h",
+        first=147,
     ),
     Wrong(
         "the value of a pad along time is ignored",
@@ -174,6 +193,7 @@ WRONG = [
         "tokens",
         "norm.args[0] is before and set(before.users) == {total, norm}",
         "norm.args[0] is before",
+        first=78,
     ),
     Wrong(
         "the value is activated in place of the gate",
@@ -181,8 +201,14 @@ WRONG = [
         "(value, applied(r, views, gate), name)",
         "(applied(r, views, gate), value, name)",
     ),
-    Wrong("a gate is not moved", "tokens", "applied(r, views, gate)", "r.reshape(gate, shape(n))"),
-    Wrong("one column is the gate of all", "tokens", "shape(value) == shape(factor) == shape(n)", "True"),
+    Wrong("a gate is not moved", "tokens", "applied(r, views, gate)", "r.reshape(gate, shape(n))", first=105),
+    Wrong(
+        "one column is the gate of all",
+        "tokens",
+        "shape(value) == shape(factor) == shape(n)",
+        "True",
+        first=270,
+    ),
     Wrong(
         "an activation is never rounded",
         "tokens",
@@ -262,6 +288,7 @@ WRONG = [
         "spelling",
         "if used > shape(x)[axis]:",
         "if False:",
+        first=98,
     ),
     Wrong(
         "parts after different views are parts of one video",
@@ -297,6 +324,7 @@ WRONG = [
         "rotations",
         "_part(first.args[0], 1, D, halves) is x and _part(second, 0, D, halves) is x",
         "True",
+        first=238,
     ),
     Wrong(
         "halves are pairs of neighbors",
@@ -331,12 +359,13 @@ WRONG = [
 @pytest.mark.parametrize("wrong", [pytest.param(wrong, id=wrong.name) for wrong in WRONG])
 def test_a_wrong_rule_is_seen(wrong, monkeypatch):
     everything_pays(monkeypatch)
+    codes = [*changed_codes(wrong)]
     for seed in (*range(wrong.first, MOST), *range(wrong.first)):
         program = programs.Program(seed)
         if program.may_be_refused:
             continue
         with monkeypatch.context() as patch:
-            put_in(patch, wrong)
+            put_in(patch, codes)
             found = fault(program)
         if found and not fault(program):  # it is the wrong rule that makes the program wrong
             return

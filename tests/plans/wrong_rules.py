@@ -19,8 +19,14 @@ class Wrong(NamedTuple):
     first: int = 0
 
 
-def put_in(patch, wrong):
-    """Gives the functions of the module their code of the changed text. Who has the functions sees it."""
+def put_in(patch, codes):
+    """Gives functions the code in ``changed_codes``. Who has the functions sees it."""
+    for function, code in codes:
+        patch.setattr(function, "__code__", code)
+
+
+def changed_codes(wrong):
+    """Yields the functions of the module, each with its code in the changed text."""
     module = importlib.import_module(f"sdfastgn.plans.rewrite.{wrong.module}")
     source = inspect.getsource(module)
     assert source.count(wrong.old) == 1, f"not once in {wrong.module}.py: {wrong.old}"
@@ -31,7 +37,7 @@ def put_in(patch, wrong):
         functions += filter(inspect.isfunction, vars(cls).values())
     for function in functions:
         if function.__module__ == module.__name__ and function.__qualname__ in codes:
-            patch.setattr(function, "__code__", codes[function.__qualname__])
+            yield function, codes[function.__qualname__]
 
 
 def named_codes(module):

@@ -79,6 +79,12 @@ class Checksums:
         """Computes the checksums of the blocks in ``window``, as int64, (number of tensors,)."""
         return (self.launch if dispatch.runs_in_triton(tensors[0]) else self.plain)(tensors, window)
 
+    def of_all_windows(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Computes ``of_window`` of each window, as int64, (windows, number of tensors)."""
+        if not dispatch.runs_in_triton(tensors[0]):
+            return self._plain(tensors, range(self.windows))
+        return torch.stack([self.launch(tensors, window) for window in range(self.windows)])
+
     def launch(self, tensors: Sequence[Tensor], window: int) -> Tensor:
         """``of_window`` by the kernel, or in plain PyTorch if the kernel cannot be compiled."""
         self._copy(tensors)
@@ -92,8 +98,11 @@ class Checksums:
 
     def plain(self, tensors: Sequence[Tensor], window: int) -> Tensor:
         """``of_window`` in plain PyTorch."""
+        return self._plain(tensors, range(window, window + 1))[0]
+
+    def _plain(self, tensors: Sequence[Tensor], windows: range) -> Tensor:
         self._copy(tensors)
-        return reference_checksums(self._readable(tensors), self._periods, window)
+        return reference_checksums(self._readable(tensors), self._periods, windows)
 
     def _readable(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self._copies.get(at, tensor) for at, tensor in enumerate(tensors)]
@@ -104,19 +113,31 @@ class Checksums:
             copy.view(flat.dtype)[: len(flat)].copy_(flat)
 
 
-def reference_checksums(tensors: Sequence[Tensor], periods: Sequence[int], window: int) -> Tensor:
-    """Computes ``Checksums.of_window`` in plain PyTorch. Each tensor is a multiple of 8 bytes."""
+def reference_checksums(tensors: Sequence[Tensor], periods: Sequence[int], windows: range) -> Tensor:
+    """Computes ``Checksums.of_window`` of each of ``windows`` in plain PyTorch, (windows, tensors).
+
+    Each tensor is a multiple of 8 bytes. ``windows`` has steps of 1.
+    """
     device = tensors[0].device
-    chosen, index = [], []
-    for tensor, period in zip(tensors, periods, strict=True):
+    chosen, starts, places = [], [], []
+    for number, (tensor, period) in enumerate(zip(tensors, periods, strict=True)):
         words = _words(tensor)
-        at = torch.arange(len(words), device=device)
-        at = at[at // BLOCK % period == window % period]
-        chosen.append(words[at])
-        index.append(at)
-    mixed = _mixed(torch.cat(chosen) + _mixed(torch.cat(index)))
-    which = torch.repeat_interleave(torch.tensor(list(map(len, index)), device=device))
-    return torch.zeros(len(index), dtype=torch.int64, device=device).index_add_(0, which, mixed)
+        size = BLOCK if period > 1 else max(1, len(words))
+        for row, window in enumerate(windows[:period]):
+            for start in range(window % period * size, len(words), period * size):
+                chosen.append(words[start : start + size])
+                starts.append(start)
+                places.append(row * len(tensors) + number)
+    sums = torch.zeros(len(windows) * len(tensors), dtype=torch.int64, device=device)
+    if chosen:
+        lengths = torch.tensor(list(map(len, chosen)), device=device)
+        firsts = torch.tensor(starts, device=device) - (lengths.cumsum(0) - lengths)
+        index = torch.arange(int(lengths.sum()), device=device) + firsts.repeat_interleave(lengths)
+        mixed = _mixed(torch.cat(chosen) + _mixed(index))
+        sums.index_add_(0, torch.tensor(places, device=device).repeat_interleave(lengths), mixed)
+    # From its period on, a tensor's windows repeat.
+    rows = torch.arange(len(windows), device=device).view(-1, 1) % torch.tensor(periods, device=device)
+    return sums.view(len(windows), len(tensors)).gather(0, rows)
 
 
 def _mixed(x: Tensor) -> Tensor:

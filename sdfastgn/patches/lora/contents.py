@@ -138,8 +138,7 @@ class _Part:
         self._window = 0
 
     def note(self, tensors: Sequence[Tensor]) -> None:
-        rows = [self._sums.of_window(tensors, window) for window in range(self._sums.windows)]
-        self._known = torch.stack(rows).cpu()
+        self._known = self._sums.of_all_windows(tensors).cpu()
 
     def begin(self) -> None:
         if self._start is not None:

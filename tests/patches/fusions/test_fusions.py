@@ -95,6 +95,7 @@ def test_twice_is_once(build, call):
     assert torch.equal(output(module, call), before)
 
 
+@pytest.mark.drawn(67)
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 @each_fusion
 def test_weights_that_are_loaded_stay(build, call, assign):
@@ -108,6 +109,7 @@ def test_weights_that_are_loaded_stay(build, call, assign):
     assert torch.equal(output(module, call), output(stock, call))
 
 
+@pytest.mark.drawn(67)
 @each_fusion
 @each_copy
 def test_copies_of_a_fused_module_are_fused_and_can_be_restored(build, call, copied):
@@ -220,6 +222,7 @@ def test_another_method_of_the_instance_is_called():
         cases.agree(fused(x), stock(x))
 
 
+@pytest.mark.drawn(24)
 @each_fusion
 def test_an_own_forward_in_the_instance_changes_nothing(build, call):
     """Hooks that were removed leave a ``forward`` in the instance."""

@@ -384,6 +384,7 @@ def reason_of_strips(vae):
     return entry.reason or None
 
 
+@pytest.mark.drawn(4)
 @each_order
 @pytest.mark.parametrize("layers", _CONVOLUTIONS.values(), ids=_CONVOLUTIONS)
 def test_a_lora_runs_in_strips(stock, held, layers, order):

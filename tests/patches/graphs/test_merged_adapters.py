@@ -141,6 +141,7 @@ SWITCHES = {
 }
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_switch_keeps_the_graph(name, device, monkeypatch):
@@ -266,6 +267,7 @@ def test_known_adapters_are_switched_before_any_layer_is_looked_at(monkeypatch):
         order.clear()
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", ["written", "other-memory", "same-address", "replaced", "third", "deleted"])
 def test_a_switch_together_with_another_change(name):
     """New adapters are merged before tensors are compared, and again if these have changed too."""

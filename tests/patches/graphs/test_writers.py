@@ -38,6 +38,7 @@ def trained(model, inputs):
     model.zero_grad()
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", ["auto", "training", False])
 @pytest.mark.parametrize("part", [".lora_", "base_layer.weight"])

@@ -408,6 +408,7 @@ def test_threads_load_one_file():
         agree(result, stock(noise(1, 3, 6, 6, seed=1)))
 
 
+@pytest.mark.slow
 def test_processes_at_once_then_one_more(tmp_path, folder):
     command = [sys.executable, "-m", "tests.plans.disk.run_once", str(small.__file__)]
     run_together([command, command], tmp_path, cwd=ROOT)
