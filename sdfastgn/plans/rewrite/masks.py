@@ -81,8 +81,9 @@ def computed(
     """A function that computes the values of ``masks`` from the values of ``placeholders``."""
     graph = fx.Graph()
     copies = {n: graph.placeholder(n.name) for n in placeholders}
-    for n in next(iter(placeholders)).graph.nodes:
-        if n not in copies and any(n in sources for sources in masks.values()):
+    read = {s for sources in masks.values() for s in sources}
+    for n in placeholders[0].graph.nodes:
+        if n in read and n not in copies:
             copies[n] = graph.node_copy(n, copies.__getitem__)
     graph.output([copies[mask] for mask in masks])
     return fx.GraphModule({}, graph).forward
