@@ -1,9 +1,9 @@
 """Attention without the masks that hide no key, or hide all keys after the first ones.
 
 Attention with a mask takes 1.6 to 2.9 times as long. Masks of padded texts are arguments of the call, and the
-same tensors in all steps of an image. So what a mask hides is asked once, when the same tensors come again.
-This waits for the GPU. Then ``Masks`` makes a plan whose attention reads no mask. For a tensor that was
-written meanwhile, or for other tensors, it is asked again.
+same tensors in all steps of an image. When the same tensors come again, ``Masks`` computes the masks and
+copies to the CPU how many keys they show, which waits for the GPU. Then it makes a plan whose attention reads
+no mask. It does this again for other tensors, and after a write into these.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Masks of attention that are computed from arguments of the call alone, such as the mask of a padded text.
 
-Which keys a mask hides is not known in a trace. It is asked later, on real arguments (``keys_seen``). Then
+A trace does not know which keys a mask hides. ``keys_seen`` finds it out for real arguments. Then
 ``unmasked`` makes a graph whose attention needs no mask: it reads all keys, or the first ones.
 """
 
@@ -21,8 +21,8 @@ __all__ = ["ALL", "FIRST", "computed", "keys_seen", "masks_of", "samples_of", "u
 
 # Which keys queries see: all of them, or the first ones.
 ALL, FIRST = "all", "first"
-# A bias that is so much lower than that of a key that is seen hides a key: its weight is exp(-9000) times as
-# large, which is 0 in any dtype. Models write -10000, which is -9984 in bf16.
+# A key is hidden if its bias is lower than that of a seen key by this much. Its weight is then exp(-9000)
+# times as large, which is 0 in any dtype. Models write -10000, which is -9984 in bf16.
 _HIDES = 9000.0
 # The same bias for all keys changes no weight. A larger one would round the scores to which it is added.
 _MOST_BIAS = 16.0
