@@ -1,16 +1,17 @@
 """Attention without the masks that hide no key, or hide all keys after the first ones.
 
 Attention with a mask takes 1.6 to 2.9 times as long. Masks of padded texts are arguments of the call, and the
-same tensors in all steps of an image. So what a mask hides is asked once, when the same tensors come again.
-This waits for the GPU. Then ``Masks`` makes a plan whose attention reads no mask. For a tensor that was
-written meanwhile, or for other tensors, it is asked again.
+same tensors in all steps of an image. When the same tensors come again, ``Masks`` computes the masks and
+copies to the CPU how many keys they show, which waits for the GPU. Then it makes a plan whose attention reads
+no mask. It does this again for other tensors, and after a write into these.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -119,11 +120,14 @@ class Masks:
         pairs = zip(lengths, self.seen(lengths), strict=True)
         return [torch.tensor(n, device="cpu") for n, kind in pairs if kind == FIRST]
 
+    @functools.cached_property
+    def _computed(self) -> Callable[..., list[Tensor]]:
+        return computed(self._masks, [*self._constants, *self._inputs])
+
     def _asked(self, tensors: Sequence[Any]) -> Lengths | None:
-        placeholders = [*self._constants, *self._inputs]
-        values = self._plan.operands(tensors)[-len(placeholders) :]
+        count = len(self._constants) + len(self._inputs)
         with torch.no_grad(), without_autocast():
-            masks = computed(self._masks, placeholders)(*values)
+            masks = self._computed(*self._plan.operands(tensors)[-count:])
             counts = iter(torch.cat([keys_seen(mask) for mask in masks]).tolist())
         lengths = tuple(_needless(tuple(islice(counts, samples_of(mask)))) for mask in self._masks)
         return lengths if any(lengths) else None

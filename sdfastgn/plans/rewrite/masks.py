@@ -1,6 +1,6 @@
 """Masks of attention that are computed from arguments of the call alone, such as the mask of a padded text.
 
-Which keys a mask hides is not known in a trace. It is asked later, on real arguments (``keys_seen``). Then
+A trace does not know which keys a mask hides. ``keys_seen`` finds it out for real arguments. Then
 ``unmasked`` makes a graph whose attention needs no mask: it reads all keys, or the first ones.
 """
 
@@ -21,8 +21,8 @@ __all__ = ["ALL", "FIRST", "computed", "keys_seen", "masks_of", "samples_of", "u
 
 # Which keys queries see: all of them, or the first ones.
 ALL, FIRST = "all", "first"
-# A bias that is so much lower than that of a key that is seen hides a key: its weight is exp(-9000) times as
-# large, which is 0 in any dtype. Models write -10000, which is -9984 in bf16.
+# A key is hidden if its bias is lower than that of a seen key by this much. Its weight is then exp(-9000)
+# times as large, which is 0 in any dtype. Models write -10000, which is -9984 in bf16.
 _HIDES = 9000.0
 # The same bias for all keys changes no weight. A larger one would round the scores to which it is added.
 _MOST_BIAS = 16.0
@@ -81,8 +81,9 @@ def computed(
     """A function that computes the values of ``masks`` from the values of ``placeholders``."""
     graph = fx.Graph()
     copies = {n: graph.placeholder(n.name) for n in placeholders}
-    for n in next(iter(placeholders)).graph.nodes:
-        if n not in copies and any(n in sources for sources in masks.values()):
+    read = {s for sources in masks.values() for s in sources}
+    for n in placeholders[0].graph.nodes:
+        if n in read and n not in copies:
             copies[n] = graph.node_copy(n, copies.__getitem__)
     graph.output([copies[mask] for mask in masks])
     return fx.GraphModule({}, graph).forward
