@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 import sdfastgn
 from sdfastgn.bench.images import relative_error
+from tests.coverage.transformers import check_report
 
 # What may follow a norm, by the name of the function.
 _PASSES = {
@@ -102,10 +103,13 @@ def run(row):
     with torch.no_grad():
         with _Stock() as stock:
             expected = output(call)
+        before = attributes(obj)
         sdfastgn.optimize(obj, missing_ok=isinstance(obj, nn.Module))
         found = output(call)
         report = sdfastgn.report(obj)
-        restored = torch.equal(output(call, sdfastgn.restore(obj)), expected)
+        check_report(row.name, obj, report)
+        restored = attributes(sdfastgn.restore(obj)) == before
+        restored = restored and torch.equal(output(call), expected)
     assert expected.double().std() > 0
     return Result(
         row.name,
@@ -124,7 +128,14 @@ def _components(found):
     return tuple(dict.fromkeys((each.path or each.kind).partition(".")[0] for each in found))
 
 
-def output(call, _=None):
+def attributes(obj):
+    """Of each module of a pipeline or model: class, names of attributes, strides of weights."""
+    roots = [obj] if isinstance(obj, nn.Module) else obj.components.values()
+    modules = {m for root in roots if isinstance(root, nn.Module) for m in root.modules()}
+    return {m: (type(m), {*vars(m)}, [p.stride() for p in m.parameters(recurse=False)]) for m in modules}
+
+
+def output(call):
     torch.manual_seed(0)  # for what takes no generator
     output = call()
     return torch.as_tensor(np.stack(output) if isinstance(output, list) else output)

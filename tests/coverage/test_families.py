@@ -11,7 +11,8 @@ from sdfastgn.patches.swap.fusion import stock_class
 from tests.coverage import parts
 from tests.coverage.families import FAMILIES
 from tests.coverage.releases import skipped_if_missing
-from tests.coverage.run import output
+from tests.coverage.run import attributes, output
+from tests.coverage.transformers import check_report
 from tests.kernels.samples import kernels
 
 pytestmark = [pytest.mark.slow, pytest.mark.fused_on_cpu]
@@ -45,6 +46,7 @@ def test_same_output_and_exact_restore(family, device, launches, monkeypatch):
         pipe, call = family.build()
         expected = output(call)
     assert expected.double().std() > 0.05
+    before = attributes(pipe)
     sdfastgn.optimize(pipe, strict=True)
     fused = [e for e in sdfastgn.report(pipe).fused if e.fusion.startswith(family.fusions)]
     assert all(any(e.fusion.startswith(name) for e in fused) for name in family.fusions)
@@ -53,6 +55,9 @@ def test_same_output_and_exact_restore(family, device, launches, monkeypatch):
         for _ in range(1 + on_gpu):  # the second call may be a replay of a CUDA graph
             assert relative_error(output(call), expected) < (3e-2 if on_gpu else family.bound)
     assert stock <= set(family.stock)
-    assert family.fusions or any(plans.calls for plans in sdfastgn.report(pipe).plans)
+    report = sdfastgn.report(pipe)
+    assert family.fusions or any(plans.calls for plans in report.plans)
+    check_report(family.name, pipe, report)
     assert launches
-    assert torch.equal(output(call, sdfastgn.restore(pipe)), expected)
+    assert attributes(sdfastgn.restore(pipe)) == before
+    assert torch.equal(output(call), expected)
