@@ -1,10 +1,11 @@
 """Measure the quality of ``optimize(model, precision="fp8")`` with models trained on handwritten digits.
 
-python -m scripts.publish.fp8_quality --json benchmarks/by_hand/fp8_quality.json --png docs/images
+python -m scripts.publish.fp8_quality --json benchmarks/by_hand/fp8_quality.json \\
+    --png docs/images/fp8_transformer.png
 
 - ``unet``: the pipeline in ``scripts/digits``, in fp16.
 - ``transformer``: a small transformer of Stable Diffusion 3's kind, in bf16, which is trained first
-  (``scripts/digits/flow.py``). Its products have a scale for each row.
+  (``scripts/publish/digits_transformer.py``). Its products have a scale for each row.
 - ``lora``: the same with a LoRA that makes it draw mirrored digits. It is added to the weights.
 - ``outliers``: the transformer with two rows in some weights that are 65536 times as large, and gates that
   are as much smaller. In exact arithmetic it computes the same as ``transformer``.
@@ -32,8 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sdfastgn
-from scripts.digits import flow
 from scripts.digits.train import HELD_OUT, Digits
+from scripts.publish import digits_transformer as flow
 from scripts.publish.runs import finite, release_memory
 from scripts.publish.tables.fp8 import ONE_SCALE, QUALITY, TRAINED, VARIANTS, QualityRow
 from sdfastgn.bench import documents, timing
@@ -300,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", type=Path, required=True, help="file for the result")
-    parser.add_argument("--png", type=Path, help="folder for a picture of ten images for each model")
+    parser.add_argument("--png", type=Path, help="file for a picture of ten images of the transformer")
     parser.add_argument("--tiny", action="store_true", help="train little, and draw few images")
     parser.add_argument("--device", default="cuda", help="device of the models")
     options = parser.parse_args(arguments)
@@ -317,10 +318,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 # The file is written after each row, so that an interrupted run keeps its results.
                 content = documents.document(QUALITY, where, {**size._asdict()}, rows)
                 documents.write_json(options.json, content)
-            if options.png is not None and "sdfastgn_fp8" in shown:
+            if options.png is not None and name == "transformer" and "sdfastgn_fp8" in shown:
                 prompts = [asked(number)[1] for number in range(min(SHOWN, size.images))]
                 pair = {"stock, fp32": shown["fp32"], "FP8": shown["sdfastgn_fp8"]}
-                digits.grid(prompts, pair).save(options.png / f"fp8_{name}.png")
+                digits.grid(prompts, pair).save(options.png)
             release_memory()
     return 0
 

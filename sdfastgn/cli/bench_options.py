@@ -83,8 +83,10 @@ def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple
 def _model_of(model: str | None, weights: str) -> str | None:
     """The name in ``VIDEO_NETWORKS`` of a saved pipeline with a transformer; ``model`` for other weights.
 
-    Raises OptionError if the transformer is of another model, or if the benchmark does not know it.
+    Raises OptionError if there is no such model, or if the transformer is of another one.
     """
+    if model is not None:
+        one_of("--model", model, EVERY_MODEL)
     saved = None if weights == "random" or model in MODELS else saved_pipeline(weights)
     kind = "" if saved is None else saved.transformer
     if not kind and (weights == "random" or model not in VIDEO_NETWORKS):
@@ -206,8 +208,6 @@ def bench_configs(
 
     All other arguments are options of ``bench``; None means the option's default.
     """
-    if model is not None:
-        one_of("--model", model, EVERY_MODEL)
     weights = weights_source("--weights", weights)
     model = _model_of(model, weights)
     chosen = _parts(model, parts, is_saved=model in VIDEO_NETWORKS and weights != "random")
@@ -219,6 +219,7 @@ def bench_configs(
     scheduler = scheduler_name("--scheduler", scheduler or "")
     name, sizes = _sizes(model, weights, chosen, size)
     _check_lora_rank(lora_rank, chosen)
+    others = {field: value for field, value in others.items() if value is not None}
     counts = CPU_REPEATS if on_cpu else GPU_REPEATS
     return [
         BenchConfig(
@@ -234,9 +235,7 @@ def bench_configs(
             # A pipeline is profiled only if no other part is timed, because its profile takes minutes. The
             # profiles of other parts already show where a pipeline's time goes.
             profile=profile and (part != "pipeline" or len(chosen) == 1),
-            **sizes[part]
-            | {"batch": images}
-            | {field: value for field, value in others.items() if value is not None},
+            **(sizes[part] | {"batch": images} | others),
         )
         for part in chosen
         for images in whole_numbers("--batch", sizes[part]["batch"] if batch is None else batch)

@@ -1,6 +1,6 @@
 """A small transformer of the kind of Stable Diffusion 3, trained by flow matching to draw handwritten digits.
 
-As there, the autoencoder and the text encoder are frozen. The pipeline in this folder has both. A step of
+As there, the autoencoder and the text encoder are frozen. The pipeline of digits has both. A step of
 the model gets latents (1 - s) x + s noise, where s is between 0 and 1, and computes the velocity noise - x.
 Images are drawn along the velocity, from s = 1 to s = 0.
 
