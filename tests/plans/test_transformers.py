@@ -51,6 +51,7 @@ def agree(call, model, stock, seed):
     assert max(map(relative, found, expected)) <= TOLERANCE
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", PLANNED)
 def test_the_whole_model_is_one_plan(name):
     call = CALL[name]

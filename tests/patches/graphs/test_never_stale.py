@@ -45,6 +45,7 @@ CASES = [
 ]
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("before", "change", "words"), CASES)
 def test_never_stale(before, change, words, device, monkeypatch):

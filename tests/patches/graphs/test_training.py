@@ -111,6 +111,7 @@ def warm(*models, batch, calls=3):
             gradients(model, loss_of(model, batch(number)))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("what", TRAINED)
 @pytest.mark.parametrize("set_to_none", [False, True])
@@ -167,6 +168,7 @@ def test_a_call_without_a_backward_frees_the_graph():
     assert trained_state(unet).replays == replays + 3
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("what", TRAINED)
@@ -325,6 +327,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_the_model_shows_in_the_next_step(change, device):

@@ -58,6 +58,7 @@ def is_all_merged(model):
     return merged.layers == len(wrappers(model)) and all(map(is_merged, wrappers(model)))
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", ["sd3-before-optimize", *TRANSFORMERS])
 @torch.no_grad()
 def test_every_layer_is_merged(name):
