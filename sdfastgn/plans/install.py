@@ -126,7 +126,7 @@ def kind_of(modules: Sequence[nn.Module], findings: Iterable[patcher.Finding]) -
     is_transformer = _has_adaptive_norms(modules)
     gains = (is_transformer or is_convolutional(modules)) and not fused_blocks_pay(modules, blocks)
     has_plans = _has_plans(modules[0])
-    inside = in_blocks(modules[0]) if is_transformer else ()
+    inside = in_blocks(modules) if is_transformer else ()
     weights = _weights((m for m in modules if m in inside), (nn.Linear,)).values()
     in_rows = [weight for weight in weights if min(weight.shape) >= FEWEST_COLUMNS]
     return Kind(

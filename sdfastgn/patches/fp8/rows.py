@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,12 +28,12 @@ from sdfastgn.patches.lora.merged_weights import is_merged_weight, wait_for, wri
 __all__ = ["Copy", "RowWeights", "in_blocks"]
 
 
-def in_blocks(model: nn.Module) -> set[nn.Module]:
-    """All modules in the blocks of ``model``: in its lists of modules, those that have a norm inside.
+def in_blocks(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """All modules in the blocks of a model with ``modules``: elements of its lists that have a norm inside.
 
     Layers outside of blocks compute embeddings, the modulations of all blocks, and the model's result.
     """
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    lists = [m for m in modules if isinstance(m, nn.ModuleList | nn.Sequential)]
     blocks = [each for m in lists for each in m if any("eps" in vars(part) for part in each.modules())]
     return {part for block in blocks for part in block.modules()}
 
@@ -92,7 +93,7 @@ class RowWeights:
     def layers(self) -> set[nn.Module]:
         """The modules of whose weights there may be copies: a model's other layers are more sensitive."""
         model = self._model()
-        return set() if model is None else in_blocks(model)
+        return set() if model is None else in_blocks(model.modules())
 
     def copy_of(self, holder: dict[str, Any], name: str) -> Copy:
         """The copy of the weight ``holder[name]``, which ``refresh`` makes. The caller must keep it."""
