@@ -73,6 +73,14 @@ COMPARED: dict[str, Callable[[Row], str]] = {
     "PSNR dB": lambda row: number(row.psnr_db),
     "peak MiB": lambda row: number(row.peak_mib),
 }
+# Those of the table that compares variants of transformers.
+TRANSFORMERS_COMPARED: dict[str, Callable[[Row], str]] = {
+    "seconds until ready": COMPARED["seconds until ready"],
+    "error against fp32": COMPARED["error against fp32"],
+    "of a row: median": lambda row: error_text(row.row_error_fp32),
+    "of a row: 95 %": lambda row: error_text(row.high_row_error_fp32),
+    "peak MiB": COMPARED["peak MiB"],
+}
 
 
 def rows_of_runs(results: Path, kind: str) -> list[tuple[Row, str]]:
@@ -242,9 +250,9 @@ def _over_graph(rows: Mapping[str, Row], choices: _Choices) -> str:
 
 def transformers_compared_markdown(results: Path) -> str:
     """Returns a table of what else the variants of ``transformers_markdown`` differ in."""
-    shown = [name for name in COMPARED if name not in ("milliseconds", "PSNR dB")]
     lines = _lines(results, parts=("transformer",))
-    return _peer_table(lines, ("compile_blocks",), shown, ours=("sdfastgn", "sdfastgn_fp8"))
+    ours = ("sdfastgn", "sdfastgn_fp8")
+    return _peer_table(lines, ("compile_blocks",), TRANSFORMERS_COMPARED, ours)
 
 
 def headline_markdown(results: Path) -> str:
@@ -288,31 +296,33 @@ def compared_markdown(results: Path) -> str:
 
     It has all columns of ``COMPARED`` except milliseconds, which another table shows.
     """
-    return _peer_table(_lines(results), ("compile", "compile_graphs"), [*COMPARED][1:])
+    shown = {name: text for name, text in COMPARED.items() if name != "milliseconds"}
+    return _peer_table(_lines(results), ("compile", "compile_graphs"), shown)
 
 
 def stable_fast_markdown(results: Path) -> str:
     """Returns a table that compares eager, stable-fast and sdfastgn, from runs that timed all three."""
-    return _peer_table(_lines(results, STABLE_FAST), (STABLE_FAST,), [*COMPARED])
+    return _peer_table(_lines(results, STABLE_FAST), (STABLE_FAST,), COMPARED)
 
 
 def _peer_table(
-    every: Sequence[_Line], peers: Sequence[str], shown: Sequence[str], ours: Sequence[str] = ("sdfastgn",)
+    every: Sequence[_Line],
+    peers: Sequence[str],
+    shown: Mapping[str, Callable[[Row], str]],
+    ours: Sequence[str] = ("sdfastgn",),
 ) -> str:
     """Returns a table that compares eager, one competitor and ``ours``. Each cell has a value of each.
 
     ``every``: the data for the lines. ``peers``: names of variants. A line's competitor is the first of them
     for which the line has a row. A line without a competitor, eager or one of ``ours`` is left out.
-    ``shown``: titles of the columns, keys of ``COMPARED``.
+    ``shown``: title of a column -> function, as in ``COMPARED``.
     """
     body, notes, lines = [], [], []
     for line in every:
         peer = next((name for name in peers if name in line.rows), None)
         if peer and {"eager", *ours} <= set(line.rows):
             rows = [line.rows[name] for name in ("eager", peer, *ours)]
-            body.append(
-                [row_title(line.first), *(_side_by_side(map(COMPARED[name], rows)) for name in shown)]
-            )
+            body.append([row_title(line.first), *(_side_by_side(map(text, rows)) for text in shown.values())])
             notes += [f"{row_title(line.first)}: {note}" for note in row_notes([line.rows[peer]])]
             lines.append(line)
     names = ("eager", peers[0], *ours)
