@@ -324,7 +324,8 @@ def test_random_programs(name, mode, device, seed, steps):
     program = Program(name, seed, device, mode)
     program.go(steps)
     assert program.calls + program.replays > steps / 2
-    assert bool(program.replays) == bool(mode)
+    # With "auto", which calls become graphs depends on threads, and a short program may have none.
+    assert mode == "auto" or bool(program.replays) == mode
 
 
 def writes_into_results(run):

@@ -150,7 +150,7 @@ def test_transformers_have_tables_and_a_picture_of_their_own(tmp_path):
     assert text.endswith(SOURCE)
     text = end_to_end.transformers_compared_markdown(tmp_path)
     assert "| eager / torch.compile, repeated blocks / sdfastgn / sdfastgn, FP8 | seconds until" in text
-    assert cells_of(text, "| SD1.5")[0][2] == "100 / 100 / 100 / 150"
+    assert cells_of(text, "| SD1.5")[0][4] == "100 / 100 / 100 / 150"
     assert end_to_end.results_markdown(tmp_path) == end_to_end.headline_markdown(tmp_path) == NO_RESULTS
     found = end_to_end.transformer_times(tmp_path)
     assert [time for _, time in next(iter(found.panels.values()))] == [
