@@ -186,7 +186,7 @@ def test_an_unknown_release_is_left_alone(model, monkeypatch):
 def test_what_a_model_has_to_be():
     with pytest.raises(TypeError, match="expected a MODEL of ComfyUI, got dict"):
         optimize_model({})
-    with pytest.raises(TypeError, match="expected a VAE of ComfyUI with weights, got VAE"):
+    with pytest.raises(ValueError, match="the VAE is empty"):
         optimize_vae(comfy.sd.VAE(sd={}))  # of a checkpoint without one
 
 
