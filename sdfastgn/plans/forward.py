@@ -259,7 +259,7 @@ class PlannedForward(MethodEntry):
             raise Unsupported("it has no plan")
         call, key = self._kind_of(self.module, args, plans.adapters.scale(self.module, kwargs).kwargs)
         made = plans.made.get(key)
-        lengths = None if made is None else self._lengths_of(made, call)
+        lengths = None if made is None else self._lengths_of(made, call, looks=0)
         if made is not None and made.masks and lengths:
             made = made.unmasked.get(made.masks.seen(lengths))
         if made is None or not made.plan.is_current():
@@ -368,8 +368,11 @@ class PlannedForward(MethodEntry):
                 fitting = self._fitting(module, call, key, plans, made, lengths, factor)
                 return _Found(plans, fitting, call, given, scale, factor, numbers)
 
-    def _lengths_of(self, made: Made, call: Call) -> Lengths | None:
-        """What the masks of the call show. None if all are needed, or if other code captures the call."""
+    def _lengths_of(self, made: Made, call: Call, looks: int | None = None) -> Lengths | None:
+        """What the masks of the call show. None if all are needed, or if other code captures the call.
+
+        ``looks``: as in ``Masks.lengths``; None for the number of looks after which masks are asked.
+        """
         if made.masks is None:
             return None
         known = _known.get()
@@ -377,7 +380,8 @@ class PlannedForward(MethodEntry):
             return known[1]
         if _is_capturing(call.device):  # before a replay, that code may write into the masks
             return None
-        return made.masks.lengths(call.tensors, _LOOKS + self._is_timed)
+        looks = _LOOKS + self._is_timed if looks is None else looks
+        return made.masks.lengths(call.tensors, looks)
 
     def _fitting(
         self,

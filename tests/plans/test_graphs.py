@@ -10,9 +10,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import sdfastgn
+from sdfastgn.patches.graphs import forward as graphs_forward
 from sdfastgn.patches.graphs import install as cuda_graphs
 from sdfastgn.patches.graphs.capture import is_idle
 from sdfastgn.patches.graphs.forward import GraphedForward
+from sdfastgn.patches.lora.contents import Contents
 from sdfastgn.plans import forward
 from sdfastgn.plans import install as planning
 from sdfastgn.plans.forward import PlannedForward
@@ -27,7 +29,7 @@ pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradien
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 CALL = {call.cls: call._replace(method="__call__") for call in CALLS if call.method == "forward"}
 SD3 = "SD3Transformer2DModel"
-NO_PLAN, FIRST = "it has no plan", "first call of its kind"
+NO_PLAN = "it has no plan"
 WAITS = "so far the GPU has not waited for Python"
 
 
@@ -87,7 +89,7 @@ class Pair:
 def test_a_plan_is_captured_once_the_gpu_has_waited_twice(name, device):
     pair = Pair(name, device)
     pair.agree(0, 1, 2)
-    assert state(pair.model).eager == {NO_PLAN: 1, FIRST: 1, WAITS: 1}
+    assert state(pair.model).eager == {NO_PLAN: 1, WAITS: 2}
     pair.agree(3, 4, 5)
     assert pair.counts == (1, 1, 3)
     (planned,) = vars(pair.model)["forward"].planned
@@ -99,13 +101,32 @@ def test_calls_that_keep_the_gpu_busy_are_not_captured(monkeypatch):
     pair = Pair()
     monkeypatch.setattr(forward, "is_idle", lambda device: False)
     pair.agree(*range(6))
-    assert state(pair.model).eager == {NO_PLAN: 1, FIRST: 1, WAITS: 4}
+    assert state(pair.model).eager == {NO_PLAN: 1, WAITS: 5}
     found = iter([True, False, True, True])
     monkeypatch.setattr(forward, "is_idle", lambda device: next(found))
     pair.agree(*range(4))
     assert pair.counts == (0, 0, 0)
     pair.agree(0, 1)
     assert pair.counts == (1, 1, 2)
+
+
+@pytest.mark.parametrize("others", [0, 6])
+def test_calls_that_are_not_captured_compare_adapters_once(others, monkeypatch):
+    """The plan compares them beside the GPU. What graphs compare would wait for the GPU first."""
+    pair = Pair()
+    lora(pair)
+    for seed in range(others):  # other calls may have graphs
+        pair.agree(seed)
+    monkeypatch.setattr(forward, "is_idle", lambda device: False)
+    size = {"hidden_states": torch.randn(2, 4, 4, 8)}
+    pair.agree(*range(4), **size)
+    found = []
+    for name in ("note", "are_same"):
+        monkeypatch.setattr(Contents, name, lambda *args, name=name: found.append(name))
+    monkeypatch.setattr(graphs_forward, "Survey", lambda *args: found.append("Survey"))
+    pair.agree(*range(3), **size)
+    assert found == []
+    assert pair.counts[1] == bool(others)
 
 
 @pytest.mark.gpu

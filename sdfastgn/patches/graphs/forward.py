@@ -472,8 +472,7 @@ class GraphedForward(MethodEntry):
             # This comes before the arguments are looked at, because in a pause a call must take hardly longer
             # than a call of a model without graphs.
             self._policy.check_pause()
-            if self._needs_plan and self.mode is not True and not self._runner(module, as_stock).plans:
-                raise Unsupported("it has no plan")
+            self._check_plan(module, args, kwargs, as_stock)
         survey = store.survey or (Survey(module, False) if as_stock else self._survey_of(module))
         scale = LoraScale(module, kwargs, survey)
         call = Call(args, scale.kwargs, numbers_of(module) or {})
@@ -486,6 +485,8 @@ class GraphedForward(MethodEntry):
         if backend.is_busy():
             raise Unsupported("the call is being captured by other code")
         key = self._key_of(module, call)
+        if len(store) and key not in store:
+            self._check_plan(module, args, kwargs, as_stock)
         if backend is not store.backend:
             # ``clear`` takes and releases the lock of the old backend before the new backend's lock is taken.
             # A thread that held both could deadlock with a thread whose model moves in the other direction.
@@ -507,6 +508,14 @@ class GraphedForward(MethodEntry):
         if not self._needs_plan:  # whether such a call will ever be captured is not known yet
             self._rehearse(current)  # without the lock, so that other threads can use graphs
         raise Unsupported("first call of its kind")
+
+    def _check_plan(self, module: nn.Module, args: Any, kwargs: Any, as_stock: bool) -> None:
+        """In the mode "auto", raise Unsupported for a call that stays a plan without a graph.
+
+        This comes before anything is compared, because the plan compares the model and its adapters itself.
+        """
+        if self._needs_plan and self.mode is not True:
+            self._runner(module, as_stock).check_capturable(args, kwargs, saves_time=True)
 
     # ---- methods that ``_TrainingForward`` overrides
 
@@ -572,14 +581,15 @@ class GraphedForward(MethodEntry):
             return graph.run(current.call, current.backend)
         policy.forget_if_moved(module)
         policy.check_refused(key)
-        if policy.is_new(key):
-            if self.mode is not True:
+        if self.mode is not True:
+            if policy.is_new(key):
                 policy.first_call(key)
-                return None
+                if not self._needs_plan:  # a call that gets here has run as a plan before
+                    return None
+            policy.check_offloaded(key, module)
+        elif policy.is_new(key):
             with self._knowing(current):
                 self._rehearse(current)
-        elif self.mode is not True:
-            policy.check_offloaded(key, module)
         with self._knowing(current):
             if self._needs_plan:
                 args, kwargs = current.call.rebuild(current.call.tensors)  # type: ignore[arg-type]
