@@ -463,9 +463,7 @@ class GraphedForward(MethodEntry):
         store = self._store
         if self._needs_plan:
             adopt_new(module)
-        reason = "they are turned off" if self.mode is False else self._reason_now(module)
-        if self._states.are_too_many:
-            reason = "other code replaces and puts back what it runs, in too many ways"
+        reason = self._refusal(module)
         if reason is not None:
             raise Unsupported(reason)
         if not len(store):
@@ -508,6 +506,12 @@ class GraphedForward(MethodEntry):
         if not self._needs_plan:  # whether such a call will ever be captured is not known yet
             self._rehearse(current)  # without the lock, so that other threads can use graphs
         raise Unsupported("first call of its kind")
+
+    def _refusal(self, module: nn.Module) -> str | None:
+        """Why no call can run as a graph now, whatever its arguments are; None if calls can."""
+        if self._states.are_too_many:
+            return "other code replaces and puts back what it runs, in too many ways"
+        return "they are turned off" if self.mode is False else self._reason_now(module)
 
     def _check_plan(self, module: nn.Module, args: Any, kwargs: Any, as_stock: bool) -> None:
         """In the mode "auto", raise Unsupported for a call that stays a plan without a graph.
