@@ -503,8 +503,7 @@ class GraphedForward(MethodEntry):
                 store.replayed(key, call)
                 scale.end(module)
                 return output
-        if not self._needs_plan:  # whether such a call will ever be captured is not known yet
-            self._rehearse(current)  # without the lock, so that other threads can use graphs
+        self._rehearse(current)  # without the lock, so that other threads can use graphs
         raise Unsupported("first call of its kind")
 
     def _refusal(self, module: nn.Module) -> str | None:
