@@ -104,7 +104,7 @@ class Kind:
         is_transformer: True if it has norms without parameters, which its code modulates. Its only
             convolutions cut an image or video into patches, and no graphs are made of its own code.
         in_rows: the weights of linear layers that its plans may read in E4M3. Empty if it is no transformer.
-        why_not: why it gets no plans whatever the rest says; else None.
+        why_not: why it gets no plans, even if ``gains`` is True; else None.
     """
 
     blocks: tuple[patcher.Finding, ...]

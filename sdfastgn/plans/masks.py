@@ -37,7 +37,8 @@ __all__ = ["Lengths", "Masks"]
 # For each mask, the number of keys that the queries of each sample see, from the first on. None if the mask
 # is needed.
 Lengths = tuple[tuple[int, ...] | None, ...]
-# Samples with different numbers of keys are attended to one after another, at most so many.
+# If samples see different numbers of keys, attention runs once for each sample. With more samples than this,
+# the mask stays.
 _MOST_SAMPLES = 4
 # Number of contents of the masks that are remembered: for instance those of two prompts that take turns.
 _MOST_CONTENTS = 8
