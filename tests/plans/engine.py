@@ -4,6 +4,7 @@ import sys
 
 import torch
 
+from sdfastgn.plans import forward as plan_forward
 from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.rewrite.passes import rewrite
 from sdfastgn.plans.run.plan import Plan
@@ -64,3 +65,15 @@ def in_channels_last(model):
                 last = torch.channels_last if p.dim() == 4 else torch.channels_last_3d
                 p.data = p.data.contiguous(memory_format=last)
     return model
+
+
+def often_captured(monkeypatch):
+    """Python counts as slower than any GPU. Plans run on tapes, although a tape is a dispatch mode."""
+    monkeypatch.setattr(plan_forward, "is_idle", lambda device: True)
+    reason_of = plan_forward.reason_without_graphs
+
+    def reason_without_graphs(module):
+        reason = reason_of(module)
+        return None if reason == "a dispatch or function mode is active" else reason
+
+    monkeypatch.setattr(plan_forward, "reason_without_graphs", reason_without_graphs)

@@ -21,6 +21,7 @@ from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.run.plan import Plan
 from tests.patches.graphs.cases import DEVICES, state
 from tests.patches.graphs.tape import TapeBackend
+from tests.plans.engine import often_captured
 from tests.plans.models import CALLS
 from tests.plans.programs import relative
 
@@ -33,20 +34,9 @@ NO_PLAN = "it has no plan"
 WAITS = "so far the GPU has not waited for Python"
 
 
-MODE = "a dispatch or function mode is active"
-
-
 @pytest.fixture(autouse=True)
 def captured(monkeypatch):
-    """Python counts as slower than any GPU. Plans run on tapes, although a tape is a dispatch mode."""
-    monkeypatch.setattr(forward, "is_idle", lambda device: True)
-    reason_of = forward.reason_without_graphs
-
-    def reason_without_graphs(module):
-        reason = reason_of(module)
-        return None if reason == MODE else reason
-
-    monkeypatch.setattr(forward, "reason_without_graphs", reason_without_graphs)
+    often_captured(monkeypatch)
 
 
 def optimized(model, mode="auto", backend=None):

@@ -21,7 +21,6 @@ import sdfastgn
 from sdfastgn.patches.graphs import install as cuda_graphs
 from sdfastgn.patches.graphs import policy
 from sdfastgn.patches.graphs.forward import GraphedForward
-from sdfastgn.plans import forward
 from sdfastgn.plans import install as planning
 from sdfastgn.plans.adapters import Adapters
 from sdfastgn.plans.forward import PlannedForward
@@ -30,6 +29,7 @@ from sdfastgn.plans.run.bake import Baked
 from tests.patches.graphs.tape import TapeBackend
 from tests.patches.transformers import TRANSFORMERS
 from tests.plans import events
+from tests.plans.engine import often_captured
 from tests.plans.programs import relative
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.filterwarnings("ignore")]
@@ -280,21 +280,11 @@ class Program:
             self.is_stocks(self.run(self.model, inputs), self.run(self.stock, inputs))
 
 
-MODE = "a dispatch or function mode is active"
-
-
 @pytest.fixture(autouse=True)
 def often_planned(monkeypatch):
-    """Short pauses after changes. Python counts as slower than any GPU, and tapes are no dispatch mode."""
+    """Short pauses after changes."""
     monkeypatch.setattr(policy, "_MAX_PAUSE", 1)
-    monkeypatch.setattr(forward, "is_idle", lambda device: True)
-    reason_of = forward.reason_without_graphs
-
-    def reason_without_graphs(module):
-        reason = reason_of(module)
-        return None if reason == MODE else reason
-
-    monkeypatch.setattr(forward, "reason_without_graphs", reason_without_graphs)
+    often_captured(monkeypatch)
 
 
 def short(name, mode):
