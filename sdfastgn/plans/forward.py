@@ -5,7 +5,7 @@ A call takes these steps:
 1. ``arguments.py`` makes a key of the arguments. Calls with equal keys can share a plan.
 2. If ``store.py`` has a plan for the key, it runs, after merged weights of adapters were brought up to date
    (``adapters.py``). While the GPU computes, ``guard.py`` compares the model with what it was in the trace.
-   If it has changed, the result is dropped, and so are the plans.
+   If it has changed, the result and the plans are dropped, and the call begins again.
 3. If there is none, ``making.py`` traces the call and makes the plan, which runs. ``outcome.py`` keeps what
    the call returns besides tensors. ``state.py`` has the attributes of modules in which a call keeps tensors.
    For masks of attention that hide nothing, ``masks.py`` makes another plan of the same graph.
@@ -78,7 +78,7 @@ _TRACES = 2
 _LOOKS = 2
 # What was found out about the masks of a call that is captured: (its plan with masks, the lengths).
 _known: ContextVar[tuple[Made, Lengths | None] | None] = ContextVar("sdfastgn_known", default=None)
-# True inside of a call that may fill tables of the model: modules inside make no plans for it.
+# True inside of a call that runs the model's own code only once: modules inside make no plans for it.
 _is_alone: ContextVar[bool] = ContextVar("sdfastgn_is_alone", default=False)
 
 
@@ -88,6 +88,10 @@ class _Fills(Untraceable):
     def __init__(self, reason: str, call: Call, plans: Plans) -> None:
         super().__init__(reason)
         self.call, self.plans = call, plans
+
+
+class _Changed(Unsupported):
+    """Raised if the model is not what was traced. No argument was written to or freed."""
 
 
 class _Found(NamedTuple):
@@ -198,18 +202,21 @@ class PlannedForward(MethodEntry):
             return self._compiled(module, *args, **kwargs)
         if is_tracing() or _is_alone.get():
             return getattr(type(module), self.method)(module, *args, **kwargs)
-        first = None
-        try:
-            return self.by_plan(*args, **kwargs)
-        except (Unsupported, Untraceable) as error:
-            reason, first = str(error), error if isinstance(error, _Fills) else None
+        own_call: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        for _ in range(2):
+            try:
+                return self.by_plan(*args, **kwargs)
+            except _Changed as error:  # the call begins again, but only once
+                reason, own_call = str(error), _alone()
+            except (Unsupported, Untraceable) as error:
+                reason, own_call = str(error), contextlib.nullcontext()
+                if isinstance(error, _Fills):
+                    own_call = self._filling(module, error.call, error.plans)
+                break
         is_counted = reason in self.own or len(self.own) < MAX_REASONS
         self.own[reason if is_counted else "other reasons"] += 1
-        with running(bool(self._states.replaced(self._states.look()))), self._without_traces():
-            if first is None:
-                return class_forward(module, self.method)(*args, **kwargs)
-            with self._filling(module, first.call, first.plans):
-                return class_forward(module, self.method)(*args, **kwargs)
+        with running(bool(self._states.replaced(self._states.look()))), self._without_traces(), own_call:
+            return class_forward(module, self.method)(*args, **kwargs)
 
     def by_plan(self, *args: Any, **kwargs: Any) -> Any:
         """The result of a call, from its plan. Raises Unsupported or Untraceable if it has none."""
@@ -256,14 +263,14 @@ class PlannedForward(MethodEntry):
             raise Unsupported("it keeps tensors for its next call")
         plans = self._by_state.get((self._states.last(), self._state))
         if plans is None:
-            raise Unsupported("it has no plan")
+            raise Unsupported("it had no plan yet")
         call, key = self._kind_of(self.module, args, plans.adapters.scale(self.module, kwargs).kwargs)
         made = plans.made.get(key)
         lengths = None if made is None else self._lengths_of(made, call, looks=0)
         if made is not None and made.masks and lengths:
             made = made.unmasked.get(made.masks.seen(lengths))
         if made is None or not made.plan.is_current():
-            raise Unsupported("it has no plan")
+            raise Unsupported("it had no plan yet")
         if len(set(map(id, call.tensors))) < len(call.tensors):  # a graph has memory for each of them
             raise Unsupported("a tensor occurs twice in its arguments")
         if made.plan.copies_from_cpu:
@@ -316,11 +323,8 @@ class PlannedForward(MethodEntry):
     @contextmanager
     def _filling(self, module: nn.Module, call: Call, plans: Plans) -> Iterator[None]:
         """A context for the first call of a kind, which may fill tables: that is no change of the model."""
-        token = _is_alone.set(True)
-        try:
+        with _alone():
             yield
-        finally:
-            _is_alone.reset(token)
         with self._lock:
             if not plans.made and plans.guard.is_in_state() and not plans.guard.same():
                 plans.guard = self._guard(module, self._states.last(), call, plans.state, plans.adapters)
@@ -463,7 +467,7 @@ class PlannedForward(MethodEntry):
 
         Tensors in lists and dicts that the call will replace are freed after their last use.
 
-        Raises Unsupported if the model is not what was traced. Then no argument was written to or freed.
+        Raises _Changed if the model is not what was traced.
         """
         plans, made, call, kwargs, _, factor, numbers = found
         if made.plan.writes:
@@ -486,7 +490,7 @@ class PlannedForward(MethodEntry):
                 )
         except Unmerged as error:
             self._drop(plans, str(error))
-            raise Unsupported(f"the model has changed: {self.last_change}") from error
+            raise _Changed(f"the model has changed: {self.last_change}") from error
 
     def _run_once(
         self, plans: Plans, made: Made, call: Call, replaced: Any, numbers: Sequence[Tensor]
@@ -525,7 +529,7 @@ class PlannedForward(MethodEntry):
         if not guard.is_in_state():
             return None
         self._drop(plans)
-        raise Unsupported(f"the model has changed: {self.last_change}")
+        raise _Changed(f"the model has changed: {self.last_change}")
 
     def _guard(self, module: nn.Module, code: int, call: Call, state: State, adapters: Adapters) -> Guard:
         options = self.trusted, state.names(), adapters.survey
@@ -572,7 +576,7 @@ class PlannedForward(MethodEntry):
                     made, saved = self._new(module, call, key, plans)
             except Unmerged as error:
                 self._drop(plans, str(error))
-                raise Unsupported(f"the model has changed: {self.last_change}") from error
+                raise _Changed(f"the model has changed: {self.last_change}") from error
             except Untraceable as error:
                 plans.adapters.check_written(factor)
                 grown = plans.state.grown(module, error.kept) if not self._is_captured else None
@@ -589,7 +593,7 @@ class PlannedForward(MethodEntry):
                 raise
             if not plans.guard.same():
                 self._drop(plans)
-                raise Unsupported(f"the model has changed: {self.last_change}")
+                raise _Changed(f"the model has changed: {self.last_change}")
             if self.verifies:
                 self._check(module, call, key, plans, made, factor)
             saved.save()
@@ -687,6 +691,16 @@ class PlannedForward(MethodEntry):
                 self._policy.model_changed(plans.calls)
                 self._by_state = {k: v for k, v in self._by_state.items() if v is not plans}
                 self._state = State()  # it may have modules that are not in the model any more
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """A context in which modules inside of the model make no plans and run none."""
+    token = _is_alone.set(True)
+    try:
+        yield
+    finally:
+        _is_alone.reset(token)
 
 
 def _is_capturing(device: torch.device | None) -> bool:

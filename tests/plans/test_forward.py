@@ -326,9 +326,9 @@ def test_random_numbers_are_stocks():
     for each in (model, stock):
         each.blocks[0].norm.eps = 0.5
     ours, theirs = (drawn(m, image()) for m in (model, stock))
-    assert torch.equal(ours[0], theirs[0])
+    agree(ours[0], theirs[0])
     assert torch.equal(ours[1], theirs[1])
-    assert len(planned(model).own) == 1
+    assert (planned(model).traces, planned(model).calls, planned(model).own) == (2, 7, {})
 
 
 def test_random_numbers_of_a_seed_in_the_code():
@@ -445,6 +445,32 @@ def test_a_change_of_the_model(pair, change):
         torch.manual_seed(0)
         change(each)
     follows_stock(model, stock, seeds=(3, 4, 5))
+
+
+def test_a_change_is_traced_in_the_call_that_finds_it(pair):
+    model, stock = pair
+    for each in pair:
+        each.blocks[0].scale = 4.0
+    calls = planned(model).calls
+    follows_stock(model, stock, seeds=(3, 4))
+    assert (planned(model).calls, planned(model).own) == (calls + 2, {})
+
+
+def test_a_model_that_changes_in_each_call_makes_no_plans_inside(pair, monkeypatch):
+    model, stock = pair
+    run = PlannedForward._run
+
+    def changed(self, found, args):
+        if self.module is model:
+            for each in pair:
+                each.blocks[0].scale += 1.0
+        return run(self, found, args)
+
+    monkeypatch.setattr(PlannedForward, "_run", changed)
+    agree(model(image()), stock(image()))
+    assert planned(model.blocks).traces == 0
+    (reason,) = planned(model).own
+    assert reason == "the model has changed: attribute scale of blocks.0 changed from 1.5 to 2.5"
 
 
 def test_a_norm_of_weights_that_lie_channels_last(pair):
@@ -759,7 +785,7 @@ def test_nothing_is_let_go_if_the_model_has_changed():
         if seed == 2:
             for each in (model, stock):
                 each.blocks[0].norm.eps = 0.5
-    assert sum(planned(model).own.values()) == 1
+    assert (planned(model).calls, planned(model).own) == (4, {})
 
 
 def test_a_call_that_returns_a_list_that_it_was_given():

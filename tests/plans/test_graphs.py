@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradien
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 CALL = {call.cls: call._replace(method="__call__") for call in CALLS if call.method == "forward"}
 SD3 = "SD3Transformer2DModel"
-NO_PLAN = "it has no plan"
+NO_PLAN = "it had no plan yet"
 WAITS = "so far the GPU has not waited for Python"
 
 
