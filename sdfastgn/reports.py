@@ -269,7 +269,7 @@ class Report:
                     notes.append(f"last recapture: {g.last_change}")
                 state = f"{g.alive} alive, {g.replays} calls replayed"
                 found.append((f"CUDA graphs of {g.path or g.kind}: {state}", notes))
-        found += [_plans_paragraph(each) for each in self.plans if each.calls or each.own]
+        found += _plans_paragraphs(each for each in self.plans if each.calls or each.own)
         if waiting := self._waiting():
             found.append((f"runs as plans where kernels run: {', '.join(waiting)}", []))
         for p in self.plans:
@@ -312,22 +312,30 @@ def _fp8_paragraph(f: Fp8, max_paths: int) -> tuple[str, list[str]]:
     return f"FP8 in {f.path}: {f.in_e4m3} of {f.products} products, {memory}", notes
 
 
-def _plans_paragraph(p: Planned) -> tuple[str, list[str]]:
-    name = p.path or p.kind
+def _plans_paragraphs(plans: Iterable[Planned]) -> list[tuple[str, list[str]]]:
+    """One paragraph for all modules of which it says the same, such as blocks of a transformer."""
+    same: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    for each in plans:
+        same.setdefault(_about_plans(each), []).append(each.path or each.kind)
+    return [(f"{what} {some(names)}{state}", [*notes]) for (what, state, notes), names in same.items()]
+
+
+def _about_plans(p: Planned) -> tuple[str, str, tuple[str, ...]]:
+    """What the report says about the plans of a module: before its name, after it, and in lines of its own."""
     notes = [_calls_text(count, reason) for reason, count in p.own.items()]
     if not p.is_on:
-        return f"no plans of {name}", notes
+        return "no plans of", "", tuple(notes)
     if p.plans:
         kinds = some([f"{count} {step}" for step, count in p.steps.items()], _SHOWN_STEPS)
         notes.append(f"{sum(p.steps.values())} steps: {kinds}")
         notes.append(f"kernels of sdfastgn move {p.kernel_bytes / max(p.bytes, 1):.0%} of the bytes")
     if p.last_change:
         notes.append(f"last new trace: {p.last_change}")
-    return f"plans of {name}: {_plans_state(p.plans, p.calls)}", notes
+    return "plans of", f": {_plans_state(p.plans, p.calls)}", tuple(notes)
 
 
 def _plans_state(plans: int, calls: int) -> str:
-    return f"{plans} alive, {calls} calls run by them"
+    return f"{plans} alive, {calls} call{'s' * (calls != 1)} run by them"
 
 
 def _calls_text(count: int, reason: str) -> str:

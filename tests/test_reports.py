@@ -227,6 +227,14 @@ def test_plans_say_what_ran_and_what_did_not() -> None:
     assert (found[2]["steps"], found[2]["own"]) == (STEPS, {"a <reason>": 1})
 
 
+def test_blocks_whose_plans_are_alike_are_one_paragraph() -> None:
+    blocks = [replace(DECODER, path=f"blocks.{i}", calls=30 + (i == 5)) for i in range(6)]
+    words = words_of(replace(PLANNED, plans=tuple(blocks)))
+    assert "plans of blocks.0, blocks.1, blocks.2 and 2 more: 2 alive, 30 calls run by them 1 call" in words
+    assert "plans of blocks.5: 2 alive, 31 calls" in words
+    assert words.count("26 steps") == 2
+
+
 def test_plans_before_the_first_call_and_calls_without_plans() -> None:
     children = ENCODER, replace(DECODER, plans=0, calls=0, own={}, last_change="")
     waits = replace(PLANNED, plans=(Planned("vae", "Vae", True), *children, Planned("vae_2", "Vae", True)))
@@ -268,8 +276,8 @@ def test_a_pipeline_whose_vae_has_plans(name: str, monkeypatch: pytest.MonkeyPat
         sdfastgn.optimize(pipe)
     vae.decode(latents)
     report = sdfastgn.report(pipe)
-    assert str(report).startswith("nothing to fuse, 0 skipped, graphs: none, plans: 1 alive, 1 calls run by")
-    assert "plans of vae.decoder: 1 alive, 1 calls run by them" in report.details()
+    assert str(report).startswith("nothing to fuse, 0 skipped, graphs: none, plans: 1 alive, 1 call run by")
+    assert "plans of vae.decoder: 1 alive, 1 call run by them" in report.details()
     (decoder,) = [p for p in report.plans if p.calls]
     assert f"{sum(decoder.steps.values())} steps: " in report._repr_html_()
     assert json.loads(json.dumps(report.to_dict()))["plans"][-1]["path"] == "vae.decoder"
