@@ -256,10 +256,6 @@ def _modulated(shape, dtype):
         for halves in (False, True):
             rotate(heads, table, table, halves=halves, layer=True)
             rotate(heads, table, table, weight, halves=halves, bias=weight, layer=True)
-        row = heads.view(*shape[:2], 1, -1)
-        for halves in (False, True):
-            rotate(row, table, table, x[0, 0], halves=halves, heads=shape[2] // 64)
-        rotate(row, table, None, x[0, 0], heads=shape[2] // 64)
 
 
 def _few_rows(shape, dtype):

@@ -333,7 +333,6 @@ WRONG = [
         "_Rotation(x, cos, sin)",
         first=96,
     ),
-    Wrong("the norm of all heads is lost", "heads", "heads=H).after(norm)", "heads=H)", 122),
     Wrong("each part of heads has the first rows of a table", "heads", "where = 1, start,", "where = 1, 0,"),
     Wrong(
         "heads are rotated once",

@@ -3,7 +3,7 @@
 A program has some whole rows in registers. Tensors:
 
 - ``x``, ``y``: (A, B, C, D), fp16, bf16 or fp32, with contiguous rows;
-- ``cos``, ``sin``: (A, B, C, HEAD) or (A, B, C, HEAD / 2), of any strides. A stride is 0 where one element is
+- ``cos``, ``sin``: (A, B, C, D) or (A, B, C, D / 2), of any strides. A stride is 0 where one element is
   used along a whole axis. Without ``sin``, ``cos`` has both numbers of each pair. None: rows are not rotated;
 - ``weight``, ``bias``: (D,), of the norm. Each may be None.
 
@@ -46,16 +46,15 @@ def _normalized(x, mean, rest, factor, weight_ptr, bias_ptr, at, mask, LAYER: tl
 def _rotate_kernel(
     x_ptr, cos_ptr, sin_ptr, weight_ptr, bias_ptr, y_ptr,
     rows, B, C, eps, x_a, x_b, x_c, cos_a, cos_b, cos_c, sin_a, sin_b, sin_c, y_a, y_b, y_c,
-    D: tl.constexpr, HEAD: tl.constexpr, VECTOR: tl.constexpr, TABLE_VECTOR: tl.constexpr,
-    SHARED: tl.constexpr, COS_STEP: tl.constexpr, SIN_STEP: tl.constexpr, HALVES: tl.constexpr,
+    D: tl.constexpr, VECTOR: tl.constexpr, TABLE_VECTOR: tl.constexpr, SHARED: tl.constexpr,
+    COS_STEP: tl.constexpr, SIN_STEP: tl.constexpr, HALVES: tl.constexpr,
     KIND: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Computes ``BLOCK_R`` rows of y.
 
-    ``HEAD``: number of elements that are rotated together. A row has one or several such heads. ``HALVES``:
-    True if a pair has an element of each half of a head, False if it has neighbors. ``SHARED``: number of
-    elements of a pair for which a table has one number. ``COS_STEP``, ``SIN_STEP``: distance of neighbors in
-    a row of the table. ``KIND``: of the norm, "rms", "layer" or "none".
+    ``HALVES``: True if a pair has an element of each half of a row, False if it has neighbors. ``SHARED``:
+    number of elements of a pair for which a table has one number. ``COS_STEP``, ``SIN_STEP``: distance of
+    neighbors in a row of the table. ``KIND``: of the norm, "rms", "layer" or "none".
     """
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -67,10 +66,9 @@ def _rotate_kernel(
         gdc_wait()
     x_ptr += (a * x_a + b * x_b + c * x_c) * VECTOR
     x = tl.load(x_ptr + d, mask=mask, other=0.0).to(tl.float32)
-    # e: columns in their heads. other: with halves, the columns of the other elements of the pairs.
-    # With offsets of the shape of the tile, each thread loads the numbers of its own elements.
-    start, e = (d // HEAD * HEAD, d % HEAD) if HEAD < D else (0, d)
-    other = start + (d + HEAD // 2) % HEAD + r * 0
+    # With halves, the columns of the other elements of the pairs. With offsets of the shape of the tile, each
+    # thread loads the numbers of its own elements.
+    other = (d + D // 2) % D + r * 0
     if KIND != "none":
         u, mean, rest = x, 0.0, 0.0
         if KIND == "layer":
@@ -81,7 +79,7 @@ def _rotate_kernel(
         x = _normalized(x, mean, rest, factor, weight_ptr, bias_ptr, d + r * 0, mask, KIND == "layer")
         x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
     if cos_ptr is not None:
-        column = d % (HEAD // SHARED) if HALVES else e // SHARED
+        column = d % (D // SHARED) if HALVES else d // SHARED
         at = (a * cos_a + b * cos_b + c * cos_c) * TABLE_VECTOR + column * COS_STEP
         cos = tl.load(cos_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if HALVES:
@@ -91,7 +89,7 @@ def _rotate_kernel(
                     turned, mean, rest, factor, weight_ptr, bias_ptr, other, mask, KIND == "layer"
                 )
                 turned = turned.to(x_ptr.dtype.element_ty).to(tl.float32)
-            turned = tl.where(e < HEAD // 2, -turned, turned)
+            turned = tl.where(d < D // 2, -turned, turned)
         else:
             u, v = tl.split(tl.reshape(x, (BLOCK_R, BLOCK_D // 2, 2)))
             turned = tl.reshape(tl.join(-v, u), (BLOCK_R, BLOCK_D))

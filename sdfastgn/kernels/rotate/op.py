@@ -8,8 +8,7 @@ Formula, for x (A, B, C, D) and tables that broadcast to it, all operands fp32:
 
 With ``halves``, the elements i and i + D / 2 are a pair instead of 2i and 2i + 1. A table with D / 2 columns
 has one number for each pair. Without sin, the table cos has both numbers of each pair in turns. Without
-tables, y is z. y may be a part of a larger tensor. A row may have several heads: each is rotated by itself
-with the same tables, and the norm is that of the whole row. A LayerNorm subtracts the mean of the row before.
+tables, y is z. y may be a part of a larger tensor. A LayerNorm subtracts the mean of the row before.
 
 On a GPU the kernel of ``rotate/kernels.py`` runs. Everywhere else, and if gradients are wanted,
 ``reference_rotate`` runs.
@@ -55,7 +54,6 @@ class RotateCall(NamedTuple):
     eps: float
     out: Annotated[Tensor | None, Operand("(A, B, C, D)", whole=None, same_dtype=True)]
     halves: bool
-    heads: int
     bias: Annotated[Tensor | None, Operand("(D,)")]
     layer: bool
 
@@ -77,7 +75,6 @@ def reference_rotate(
     weight: Tensor | None = None,
     eps: float = 0.0,
     halves: bool = False,
-    heads: int = 1,
     bias: Tensor | None = None,
     layer: bool = False,
 ) -> Tensor:
@@ -96,16 +93,15 @@ def reference_rotate(
         return x.contiguous()
     if sin is None:
         cos, sin = cos[..., ::2], cos[..., 1::2]
-    head = D // heads
-    pairs, axis = ((2, head // 2), -2) if halves else ((head // 2, 2), -1)
-    u = x.to(wide).unflatten(-1, (heads, *pairs))
+    pairs, axis = ((2, D // 2), -2) if halves else ((D // 2, 2), -1)
+    u = x.to(wide).unflatten(-1, pairs)
     a, b = u.unbind(axis)
     turned = torch.stack((-b, a), axis)
     cos, sin = (
-        t.unflatten(-1, pairs) if t.shape[-1] == head else t.unsqueeze(axis)
-        for t in (cos.to(wide).unsqueeze(-2), sin.to(wide).unsqueeze(-2))
+        t.unflatten(-1, pairs) if t.shape[-1] == D else t.unsqueeze(axis)
+        for t in (cos.to(wide), sin.to(wide))
     )
-    return (u * cos + turned * sin).flatten(-3).to(x.dtype).contiguous()
+    return (u * cos + turned * sin).flatten(-2).to(x.dtype).contiguous()
 
 
 # --- launch -----------------------------------------------------------------------------------------
@@ -138,26 +134,23 @@ def rotate(
     eps: float = 0.0,
     out: Tensor | None = None,
     halves: bool = False,
-    heads: int = 1,
     bias: Tensor | None = None,
     layer: bool = False,
 ) -> Tensor:
-    """Rotates pairs of elements of each head of x, or of the norm of each row of x.
+    """Rotates pairs of elements of each row of x, or of the norm of each row.
 
     Args:
-        x: (A, B, C, heads * D). For example (samples, tokens, heads, channels of a head), or
-            (samples, tokens, 1, channels of all heads).
-        cos, sin: (A or 1, B or 1, C or 1, D or D / 2), with even D, the number of elements of a head. Both
-            have the same last size. If sin is None, cos has D columns: cosine and sine of each pair in turns.
-            If both are None, nothing is rotated.
-        weight: (heads * D,), the weight of the norm, or None for no RMS norm.
+        x: (A, B, C, D). For example (samples, tokens, heads, channels of a head).
+        cos, sin: (A or 1, B or 1, C or 1, D or D / 2), with even D. Both have the same last size. If sin is
+            None, cos has D columns: cosine and sine of each pair in turns. If both are None, nothing is
+            rotated.
+        weight: (D,), the weight of the norm, or None for no RMS norm.
         eps: a number that is added to the mean of the squares of a row. Without a norm it is not used.
         out: memory for the result instead of new memory, such as a part of a larger tensor. It has the shape
             and dtype of x and contiguous rows, and shares no memory with the other arguments.
-        halves: True if a pair is an element of the first half of a head, and the one at its place in the
+        halves: True if a pair is an element of the first half of a row, and the one at its place in the
             second half. False if a pair is two neighbors.
-        heads: number of heads in a row. Each is rotated with the same numbers of the tables.
-        bias: (heads * D,), the bias of the norm, or None.
+        bias: (D,), the bias of the norm, or None.
         layer: True for a LayerNorm, with or without a weight, False for an RMS norm.
 
     Shapes: the result has the shape of x. It is ``out``, or a new contiguous tensor.
@@ -169,12 +162,11 @@ def rotate(
     Raises:
         TypeError: a tensor is not strided or has another dtype, or another argument has the wrong type.
         ValueError: a shape or a device does not fit, the rows of ``out`` are not contiguous, with halves
-            there is a table cos without sin, a row does not have so many heads, or there is a bias and no
-            norm.
+            there is a table cos without sin, or there is a bias and no norm.
     """
     if type(eps) is not float:
         eps = as_eps(_NAME, eps)
-    call = RotateCall(x, cos, sin, weight, eps, out, halves, heads, bias, layer)
+    call = RotateCall(x, cos, sin, weight, eps, out, halves, bias, layer)
     found = _plans.run(_NAME, call, _check, _has_kernel)
     if found is not None:
         return found
@@ -190,10 +182,6 @@ def _check_tables(name: str, call: RotateCall) -> None:
         raise ValueError(f"{name}: x must be (A, B, C, D), got shape {tuple(x.shape)}")
     if call.bias is not None and call.weight is None and not call.layer:
         raise ValueError(f"{name}: with a bias, there must be a weight, or layer must be True")
-    if not isinstance(call.heads, int):
-        raise TypeError(f"{name}: heads must be an int, got {call.heads!r}")
-    if call.heads < 1:
-        raise ValueError(f"{name}: heads must be at least 1, got {call.heads}")
     if call.out is not None and isinstance(call.out, Tensor) and not _has_dense_rows(call.out):
         raise ValueError(f"{name}: the rows of out must be contiguous, got the strides {call.out.stride()}")
     tables = {"cos": call.cos, "sin": call.sin}
@@ -203,22 +191,21 @@ def _check_tables(name: str, call: RotateCall) -> None:
         return
     if call.halves and call.sin is None:
         raise ValueError(f"{name}: with halves, sin must be a tensor, got None")
-    head, rest = divmod(x.shape[-1], call.heads)
-    if head % 2 or rest:
-        raise ValueError(
-            f"{name}: x must be (A, B, C, {call.heads} * D) with even D, got shape {tuple(x.shape)}"
-        )
+    D = x.shape[-1]
+    if D % 2:
+        raise ValueError(f"{name}: x must be (A, B, C, D) with even D, got shape {tuple(x.shape)}")
     for label, t in tables.items():
-        _check_table(name, label, t, x, head)
+        _check_table(name, label, t, x)
     sizes = [t.shape[-1] for t in tables.values() if t is not None]
-    if call.sin is None and sizes[0] != head:
-        raise ValueError(f"{name}: cos must have {head} columns without sin, got {sizes[0]}")
+    if call.sin is None and sizes[0] != D:
+        raise ValueError(f"{name}: cos must have {D} columns without sin, got {sizes[0]}")
     if len(set(sizes)) > 1:
         raise ValueError(f"{name}: cos and sin must have the same last size, got {sizes[0]} and {sizes[1]}")
 
 
-def _check_table(name: str, label: str, t: Any, x: Tensor, D: int) -> None:
+def _check_table(name: str, label: str, t: Any, x: Tensor) -> None:
     check_input(name, label, t)
+    D = x.shape[-1]
     is_aligned = t.dim() == 4 and all(a in (1, b) for a, b in zip(t.shape[:3], x.shape, strict=False))
     if not is_aligned or t.shape[-1] not in (D, D // 2):
         wanted = f"(A or 1, B or 1, C or 1, {D} or {D // 2})"

@@ -29,7 +29,7 @@ class RotatePlan:
         x, out = call.x, call.out
         _, B, C, D = self.shape = tuple(x.shape)
         self.strides = (B * C * D, C * D, D, 1)
-        rows, head = math.prod(self.shape[:3]), D // call.heads
+        rows = math.prod(self.shape[:3])
         tables = [t for t in (call.cos, call.sin) if t is not None]
         steps = [_strides(t) for t in tables] + [(0, 0, 0, 1)] * (2 - len(tables))
         strides = {"x": _strides(x), "y": self.strides if out is None else _strides(out)}
@@ -53,9 +53,9 @@ class RotatePlan:
             pdl=gpu.has_programmatic_launch(x.device),
             rows=rows, B=self.shape[order[1]], C=self.shape[order[2]], eps=call.eps,
             **numbers,
-            D=D, HEAD=head, VECTOR=vector, TABLE_VECTOR=table_vector,
+            D=D, VECTOR=vector, TABLE_VECTOR=table_vector,
             KIND="layer" if call.layer else "none" if call.weight is None else "rms",
-            HALVES=call.halves, SHARED=head // tables[0].shape[-1] if tables else 1,
+            HALVES=call.halves, SHARED=D // tables[0].shape[-1] if tables else 1,
             COS_STEP=steps[0][3], SIN_STEP=steps[1][3],
             BLOCK_R=block_r, BLOCK_D=block_d,
         )  # fmt: skip

@@ -42,7 +42,6 @@ class _Part(NamedTuple):
     weight: Node | None = None
     eps: float = 0.0
     halves: bool = False
-    heads: int = 1
     bias: Node | None = None
     layer: bool = False
 
@@ -73,25 +72,9 @@ def _normalized(r: Rewriter, n: Node) -> Node | None:
 def _rotated(r: Rewriter, n: Node) -> Node | None:
     """rotate(norm(x)) -> one step. rotate(join_heads(parts)) -> each part is rotated in its place."""
     own = _Part(*n.args)
-    whole = _norm_of_all_heads(r, own)
-    if whole is not None:
-        return r.reshape(r.new(steps.rotate, whole, shape(whole.x), dtype(n)), shape(n))
     found = _part(r, own.x)
     found = own if found.cos is not None else own._replace(x=found.x).after(found)
     return _tokens_first(r, n, found)
-
-
-def _norm_of_all_heads(r: Rewriter, own: _Part) -> _Part | None:
-    """What computes ``own`` if each row of the norm before it has all heads (B, S, H, D) of a token."""
-    if not has(own.x, steps.reshape) or rank(own.x.args[0]) != 3 or own.has_norm:
-        return None
-    B, S, H, D = shape(own.x)
-    tables = [t for t in (own.cos, own.sin) if t is not None]
-    norm = _norm(r, own.x.args[0]) if shape(own.x.args[0]) == (B, S, H * D) else None
-    if norm is None or H == 1 or any(shape(t)[2] != 1 for t in tables):
-        return None
-    x = r.reshape(norm.x, (B, S, 1, H * D))
-    return own._replace(x=x, heads=H).after(norm)
 
 
 def _tokens_first(r: Rewriter, n: Node, found: _Part) -> Node:

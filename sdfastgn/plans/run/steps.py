@@ -686,7 +686,6 @@ def rotate(
     weight: Tensor | None = None,
     eps: float = 0.0,
     halves: bool = False,
-    heads: int = 1,
     bias: Tensor | None = None,
     layer: bool = False,
     out: Tensor | None = None,
@@ -697,7 +696,7 @@ def rotate(
     """
     if cos is not None and cos.is_complex():
         cos = torch.view_as_real(cos.resolve_conj()).flatten(-2)
-    return rotate_op.rotate(x, cos, sin, weight, eps, out, halves, heads, bias, layer)
+    return rotate_op.rotate(x, cos, sin, weight, eps, out, halves, bias, layer)
 
 
 def join_heads(parts: Sequence[Sequence[Any]]) -> Tensor:
@@ -705,8 +704,8 @@ def join_heads(parts: Sequence[Sequence[Any]]) -> Tensor:
     B, _, H, D = parts[0][0].shape
     y = parts[0][0].new_empty((B, sum(x.shape[1] for x, *_ in parts), H, D))
     at = 0
-    for x, cos, sin, weight, eps, halves, heads, bias, layer in parts:
-        rotate(x, cos, sin, weight, eps, halves, heads, bias, layer, y.narrow(1, at, x.shape[1]))
+    for x, cos, sin, weight, eps, halves, bias, layer in parts:
+        rotate(x, cos, sin, weight, eps, halves, bias, layer, y.narrow(1, at, x.shape[1]))
         at += x.shape[1]
     return y
 

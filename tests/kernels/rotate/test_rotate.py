@@ -40,22 +40,22 @@ def truth(x, cos, sin, weight=None, eps=0.0, halves=False):
     return y
 
 
-def truth_of_heads(x, cos, sin, weight, eps, halves, heads, bias=None, layer=False):
-    """The norm of whole rows, and then the rotation of each head."""
+def truth_of_norm(x, cos, sin, weight, eps, halves, bias=None, layer=False):
+    """The norm of each row, and then its rotation."""
     if layer:
         x = F.layer_norm(x.double(), x.shape[-1:], None if weight is None else weight.double(), None, eps)
     else:
         x = x.double() if weight is None else normed(x, weight, eps)
     x = x if bias is None else x + bias.double()
-    return torch.cat([truth(part, cos, sin, None, 0.0, halves) for part in x.chunk(heads, -1)], -1)
+    return truth(x, cos, sin, None, 0.0, halves)
 
 
-def check(x, cos, sin, weight=None, eps=0.0, out=None, roundings=1, halves=False, heads=1, **norm):
+def check(x, cos, sin, weight=None, eps=0.0, out=None, roundings=1, halves=False, **norm):
     with kernels(direct=True):
-        y = rotate(x, cos, sin, weight, eps, out, halves, heads, **norm)
+        y = rotate(x, cos, sin, weight, eps, out, halves, **norm)
     assert (y.shape, y.dtype, y.is_contiguous()) == (x.shape, x.dtype, out is None)
     assert out is None or y is out
-    expected = truth_of_heads(x, cos, sin, weight, eps, halves, heads, **norm)
+    expected = truth_of_norm(x, cos, sin, weight, eps, halves, **norm)
     assert error(y, expected) < roundings * BOUNDS[x.dtype]
     return y
 
@@ -111,36 +111,6 @@ def test_parts_of_larger_tensors(device):
     check(x, cos[..., ::2], sin[..., 1::2])
     pairs = torch.randn(1, 5, 1, 8, 2, device=device)
     check(x, pairs[..., 0], pairs[..., 1])
-
-
-# ---- several heads in a row
-
-
-@pytest.mark.parametrize("columns", [1, 2])
-@pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize(
-    "shape", [(2, 5, 1, 3 * 16), (1, 7, 2, 3 * 10), (1, 2, 1, 3 * 682), (1, 2, 1, 3 * 2)]
-)
-def test_heads_in_a_row(shape, halves, columns, device):
-    x, cos, sin = drawn(shape, device=device, columns=3 * columns)
-    weight = torch.randn(shape[-1], device=device)
-    for each in (None, weight):
-        check(x, cos, sin, each, 1e-5, halves=halves, heads=3)
-        plain = rotate(x, cos, sin, each, 1e-5, None, halves, 3)
-        assert error(plain, truth_of_heads(x, cos, sin, each, 1e-5, halves, 3)) < BOUNDS[x.dtype]
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_heads_in_a_row_of_a_larger_tensor(dtype, device):
-    x, cos, sin = drawn((2, 5, 1, 4 * 16), dtype, device, columns=4)
-    weight = torch.randn(64, device=device)
-    packed = torch.cat((x, x + 100), -1)
-    check(packed[..., :64], cos, sin, weight, 1e-5, roundings=3, heads=4)
-    turns = torch.stack((cos, sin), -1).flatten(-2)[..., ::2]
-    with kernels(direct=True):
-        found = rotate(x, turns, None, weight, 1e-5, None, False, 4)
-    pairs = turns[..., ::2], turns[..., 1::2]
-    assert error(found, truth_of_heads(x, *pairs, weight, 1e-5, False, 4)) < 3 * BOUNDS[dtype]
 
 
 # ---- with a norm
@@ -206,7 +176,7 @@ def test_layer_norm(shape, halves, device):
         for tables in ((cos, sin), (None, None)):
             check(x, *tables, parameters[0], 1e-5, halves=halves, bias=parameters[1], layer=True)
         plain = rotate(x, cos, sin, parameters[0], 1e-5, None, halves, bias=parameters[1], layer=True)
-        expected = truth_of_heads(x, cos, sin, parameters[0], 1e-5, halves, 1, parameters[1], True)
+        expected = truth_of_norm(x, cos, sin, parameters[0], 1e-5, halves, parameters[1], True)
         assert error(plain, expected) < BOUNDS[x.dtype]
     check(x, cos, sin, weight, 1e-5, halves=halves, bias=bias)
 
@@ -304,14 +274,9 @@ WRONG = [
     ((X, X, X, None, 0.0, X.repeat(1, 1, 1, 2)[..., ::2]), ValueError, "rows of out must be contiguous"),
     ((X, X, None, None, 0.0, None, True), ValueError, "with halves, sin must be a tensor, got None"),
     ((X, X, X, None, 0.0, None, 1), TypeError, "halves must be"),
-    ((X, X, X, None, 0.0, None, False, 1, X[0, 0, 0]), ValueError, "with a bias, there must be a weight"),
-    ((X, X, X, None, 0.0, None, False, 1, X, True), ValueError, r"bias must have shape \(8,\)"),
-    ((X, X, X, None, 0.0, None, False, 1, None, 1), TypeError, "layer must be"),
-    ((X, X, X, None, 0.0, None, False, 0), ValueError, "heads must be at least 1, got 0"),
-    ((X, None, None, X[0, 0, 0], 0.0, None, False, 0), ValueError, "heads must be at least 1, got 0"),
-    ((X, X, X, None, 0.0, None, False, "2"), TypeError, "heads must be"),
-    ((X, X, X, None, 0.0, None, False, 3), ValueError, r"x must be \(A, B, C, 3 \* D\) with even D"),
-    ((X, X, X, None, 0.0, None, False, 2), ValueError, r"cos must be .* 4 or 2\) for .* got \(2, 3, 1, 8\)"),
+    ((X, X, X, None, 0.0, None, False, X[0, 0, 0]), ValueError, "with a bias, there must be a weight"),
+    ((X, X, X, None, 0.0, None, False, X, True), ValueError, r"bias must have shape \(8,\)"),
+    ((X, X, X, None, 0.0, None, False, None, 1), TypeError, "layer must be"),
 ]
 
 

@@ -179,40 +179,6 @@ def test_layer_norms_and_biases(norm, dtype):
     assert without_casts(found) == ["join_heads"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("norm", "turn", "halves"),
-    [(rms, rotated, False), (whole, rotated, False), (whole, rotated_halves, True)],
-)
-def test_a_norm_of_all_heads_of_a_token(norm, turn, halves, dtype):
-    """It is one step with the rotation of each head."""
-    w = nn.Parameter(torch.randn(H * D, dtype=dtype))
-
-    def call(x, c, s):
-        return turn(norm(x, w).unflatten(2, (H, D)), c, s) * 2
-
-    found = checked(call, image.flatten(2).to(dtype), cos[:, :IMAGE], sin[:, :IMAGE])
-    assert without_casts(found) == ["rotate", "aten.mul"]
-    assert found.only(steps.rotate).args[4:7] == (pytest.approx(1e-6), halves, H)
-
-
-@pytest.mark.parametrize(
-    ("call", "expected"),
-    [
-        (lambda y, c, s: rotated(y.unflatten(2, (H, D)), c.expand(1, IMAGE, H, D), s), 2),
-        (lambda y, c, s: rotated(y.unflatten(2, (D, H)).mT, c, s), 2),
-        (lambda y, c, s: rotated(y.unflatten(1, (1, IMAGE)).unflatten(3, (H, D))[:, 0], c, s), 1),
-        (lambda y, c, s: (rotated(y.unflatten(2, (H, D)), c, s), y), 2),
-        (lambda y, c, s: rotated(rotated(y.unflatten(2, (H, D)), c, s), c, s), 2),
-        (lambda y, c, s: torch.cat([rotated(y.unflatten(2, (H, D)), c, s), y.unflatten(2, (H, D))], 1), 3),
-    ],
-)
-def test_norms_of_all_heads_and_other_rotations(call, expected):
-    w = nn.Parameter(torch.randn(H * D))
-    x, c, s = image.flatten(2), cos[:, :IMAGE], sin[:, :IMAGE].contiguous()
-    assert len(checked(lambda x, c, s: call(rms(x, w), c, s), x, c, s).steps) == expected
-
-
 def test_a_norm_after_the_rotation_is_another_value():
     found = plan(lambda w, x, c, s: rms(rotated(x, c, s), w[0]), image, cos[:, :IMAGE], sin[:, :IMAGE])
     assert found.steps == ["rotate", "channel_norm"]

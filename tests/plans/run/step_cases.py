@@ -655,23 +655,16 @@ CASES = {
     ),
     "rotate-layer-norm": (
         ((2, 3, 4, 6), (1, 3, 1, 6), (2, 1, 4, 6), (6,)),
-        lambda x, c, s, w: steps.rotate(x, c, s, None, 1e-5, False, 1, w, True),
+        lambda x, c, s, w: steps.rotate(x, c, s, None, 1e-5, False, w, True),
         lambda x, c, s, w: turned(F.layer_norm(x, (6,), None, w, 1e-5), c, s),
-    ),
-    "rotate-heads": (
-        ((2, 3, 1, 12), (1, 3, 1, 4), (2, 1, 1, 4), (12,)),
-        lambda x, c, s, w: steps.rotate(x, c, s, w, 1e-5, False, 3),
-        lambda x, c, s, w: turned(
-            F.rms_norm(x, (12,), w, 1e-5).unflatten(3, (3, 4)), c.unsqueeze(3), s.unsqueeze(3)
-        ).flatten(3),
     ),
     "join-heads": (
         ((2, 3, 4, 6), (2, 5, 4, 6), (2, 1, 4, 6), (1, 3, 1, 6), (1, 5, 1, 3), (6,)),
         lambda x, y, z, c, h, w: steps.join_heads(
             (
-                (x, c, c, w, 1e-5, False, 1, None, False),
-                (y, torch.complex(h, h), None, None, 0.0, False, 1, None, False),
-                (z, None, None, w, 1e-5, False, 1, None, False),
+                (x, c, c, w, 1e-5, False, None, False),
+                (y, torch.complex(h, h), None, None, 0.0, False, None, False),
+                (z, None, None, w, 1e-5, False, None, False),
             )
         ),
         lambda x, y, z, c, h, w: torch.cat(

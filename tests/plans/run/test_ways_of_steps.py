@@ -45,7 +45,6 @@ KERNELS = {
     "gated-images": ["gated"],
     "rotate-norm": ["rotate"],
     "rotate-halves": ["rotate"],
-    "rotate-heads": ["rotate"],
     "rotate-layer-norm": ["rotate"],
     "join-heads": ["rotate"] * 3,
 }
