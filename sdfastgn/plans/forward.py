@@ -444,6 +444,7 @@ class PlannedForward(MethodEntry):
         settings = global_state(call.device), switched(module)  # type: ignore[arg-type]
         return call, (call.key, places(call), settings)
 
+    @without_collections()
     def _new_plans(self, module: nn.Module, code: int, call: Call, state: State, adapters: Adapters) -> Plans:
         """What plans in this state of the code share. Raises Unsupported if there can be none."""
         if adapters.reason is not None:
@@ -552,6 +553,7 @@ class PlannedForward(MethodEntry):
         weights.refresh()
         weights.note_replay()
 
+    @without_collections()
     def _trace(self, module: nn.Module, call: Call, key: Any, plans: Plans, factor: float) -> Made | None:
         """Trace the call and make its plan. None if the trace found state that was not known.
 
@@ -634,7 +636,7 @@ class PlannedForward(MethodEntry):
             plan, outcome = found
             return Made.of(plan, outcome), saved
         self.traces += 1
-        with without_collections(), plans.guard.undoing():
+        with plans.guard.undoing():
             traced, outcome = trace_call(module, call, plans.state, self.method, plans.adapters)
             layers = plans.adapters.layers
             plan = make_plan(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.compile_ahead import rehearsal
+from sdfastgn.kernels.common.garbage import without_collections
 from sdfastgn.kernels.common.private import any_autocast, current_device
 from sdfastgn.kernels.product import op as product_op
 from sdfastgn.kernels.product import packed
@@ -138,6 +139,7 @@ class Baked:
 
     # ---- recordings
 
+    @without_collections()
     def _record(self, inputs: Sequence[Tensor]) -> list[Any]:
         """Runs the plan, and makes the function."""
         operands = self._operands()
