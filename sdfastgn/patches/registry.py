@@ -28,7 +28,6 @@ _OF_DIFFUSERS = (
     ("fusions.resnet_block", "FUSION"),
     ("fusions.resnet_block_cond_norm", "FUSION"),
     ("fusions.kandinsky3_block", "NORM", "BLOCK", "RESNET_BLOCK"),
-    ("fusions.unet_1d", "FUSIONS"),
     ("fusions.temporal_resnet_block", "FUSION", "SPATIO_TEMPORAL"),
     ("fusions.transformer_2d", "FUSION"),
     ("fusions.transformer_block", "FUSION"),

@@ -20,7 +20,7 @@ from sdfastgn.patches.swap.instance_entries import InstanceEntry, guard
 
 __all__ = ["CONVOLUTIONS", "plan_inside"]
 
-CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def plan_inside(root: nn.Module, make: Callable[[nn.Module, bool], InstanceEntry]) -> None:
