@@ -40,8 +40,6 @@ from sdfastgn.survey import Found, FoundModel, Options, Survey, may_change, mode
 from sdfastgn.verification import Verdict
 from sdfastgn.versions import installed_versions, never_run
 
-__all__ = ["optimize", "optimized", "report", "restore"]
-
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")

@@ -14,8 +14,6 @@ from typing import Any
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.swap.fusion import Fusion
 
-__all__ = ["ASKED_FUSIONS", "FUSIONS", "MISSING", "OBJECT_FUSIONS"]
-
 # Each entry has the name of a Python module in ``sdfastgn.patches``, and then names of variables in that
 # module. The value of each variable is a fusion or a tuple of fusions.
 _FUSIONS = (

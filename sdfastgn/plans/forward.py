@@ -65,8 +65,6 @@ from sdfastgn.plans.store import MAX_REASONS, Made, Plans
 from sdfastgn.plans.trace.refusals import is_tracing
 from sdfastgn.plans.trace.traced import Untraceable
 
-__all__ = ["PlannedForward"]
-
 # A call is captured once the GPU was done before Python in so many calls of its kind in a row. Python may
 # take long in one call by chance, for instance because another thread runs.
 _IDLE_CALLS = 2

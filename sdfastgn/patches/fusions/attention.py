@@ -52,8 +52,6 @@ from sdfastgn.patches.lora.trained_adapters import adapted, trained, trained_sou
 from sdfastgn.patches.swap.fusion import ClassSwap, dropped_out, drops_nothing, is_unhooked, layer_of
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["FUSION", "FusedAttention", "is_one_token"]
-
 
 class FusedAttention(Attention):
     """``Attention`` with fewer kernel launches.

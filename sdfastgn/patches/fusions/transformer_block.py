@@ -46,8 +46,6 @@ from sdfastgn.patches.lora.merged_adapters import wrapped_layer
 from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked, layer_of, stock_class
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["FUSION", "FusedBasicTransformerBlock", "layers_of"]
-
 
 class FusedBasicTransformerBlock(BasicTransformerBlock):
     """``BasicTransformerBlock`` with sdfastgn's LayerNorm. hidden_states (N, tokens, dim) -> the same.

@@ -21,8 +21,6 @@ from sdfastgn.patches.layers.linear import is_plain_linear
 from sdfastgn.patches.lora.merged_adapters import is_wrapper
 from sdfastgn.patches.swap.fusion import is_unhooked, parameters_of
 
-__all__ = ["rounded"]
-
 T = TypeVar("T")
 
 

@@ -32,8 +32,6 @@ from sdfastgn.patches.swap.fusion import (
     stock_class,
 )
 
-__all__ = ["add_feed_forward", "add_norm", "grouped_norm", "is_plain_norm", "linear_geglu", "norm"]
-
 # In training a norm runs in the kernel only if its input has at least this many elements. For fewer elements
 # the kernel saves less time on the GPU than it costs on the CPU: its autograd node is written in Python and
 # takes 0.1 to 0.3 ms on the host of an H200. PyTorch's own norm takes 0.05 ms there.

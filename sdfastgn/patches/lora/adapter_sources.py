@@ -15,17 +15,6 @@ from sdfastgn.patches.swap.fusion import is_unhooked
 from sdfastgn.patches.swap.hooks import LAYOUT_HOOKS
 from sdfastgn.patches.swap.numpy_numbers import is_numpy_real
 
-__all__ = [
-    "OF_CONV",
-    "Source",
-    "active_adapters",
-    "adapter_of",
-    "is_class_of_scales",
-    "is_plain_adapter",
-    "source_of",
-    "state_of",
-]
-
 # Settings of a convolution. The adapter's first convolution (A), and the stand-in that runs with merged
 # weights, must have the same settings as the wrapped convolution.
 OF_CONV = ("stride", "padding", "dilation", "groups", "padding_mode")

@@ -18,8 +18,6 @@ from sdfastgn.patches.lora import merged_adapters, merged_weights
 from sdfastgn.patches.lora.trained_adapters import trained
 from sdfastgn.patches.swap.fusion import register_fused
 
-__all__ = ["MERGED", "MergedConv2d", "MergedLinear"]
-
 # Attributes through which other code reaches the weights. It may write into them, so merged weights count as
 # outdated after one of these attributes was read.
 _DOORS = frozenset(("base_layer", "lora_A", "lora_B"))

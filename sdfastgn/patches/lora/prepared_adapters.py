@@ -16,8 +16,6 @@ from sdfastgn.patches.lora.adapter_sources import Source, adapter_of, is_plain_a
 from sdfastgn.patches.lora.merged_weights import Record, bias_factors, bias_or_zeros
 from sdfastgn.patches.swap.fusion import parameters_of
 
-__all__ = ["PreparedLayer"]
-
 
 class _Adapter(NamedTuple):
     """An adapter of one layer, with everything that can be computed before its scale is known.
