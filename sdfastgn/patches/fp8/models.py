@@ -31,7 +31,8 @@ from torch.utils.hooks import RemovableHandle
 from sdfastgn.kernels.common import private
 from sdfastgn.patches.fp8.product import Product, ProductCall, Products
 from sdfastgn.patches.fp8.rows import RowWeights
-from sdfastgn.patches.lora.merged_adapters import is_merged, is_wrapper, wrapped_layer
+from sdfastgn.patches.lora.merged_adapters import is_merged
+from sdfastgn.patches.lora.wrappers import is_wrapper, wrapped_layer
 from sdfastgn.patches.offload.moves import follow, follow_moves, stop_following
 from sdfastgn.patches.swap.instance_entries import InstanceEntry
 

@@ -42,7 +42,7 @@ from sdfastgn.patches.layers.tokens import (
     is_plain_norm,
     norm,
 )
-from sdfastgn.patches.lora.merged_adapters import wrapped_layer
+from sdfastgn.patches.lora.wrappers import wrapped_layer
 from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked, layer_of, stock_class
 from sdfastgn.patches.swap.tested_sources import tested
 

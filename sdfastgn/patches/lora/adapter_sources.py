@@ -1,6 +1,6 @@
-"""Finds the tensors and scales from which ``merged_adapters.py`` computes merged weights.
+"""Finds the *source* of a wrapper: the tensors and scales from which its merged weight is computed.
 
-That file explains the terms *wrapper* (peft's layer), *stand-in* and *merged weights*.
+``wrappers.py`` says what a wrapper is, and ``merged_adapters.py`` what a merged weight is.
 """
 
 from __future__ import annotations

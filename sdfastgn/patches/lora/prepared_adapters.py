@@ -1,4 +1,4 @@
-"""What the merged weights of a layer are computed from, prepared once for each layer and adapter.
+"""Prepares the source of a wrapper (``adapter_sources.py``) once for each adapter, whatever its scale.
 
 When other adapters become active, or get other scales, a ``Survey`` (``adapter_survey.py``) only combines
 prepared parts. That is possible while all tensors and layers are as they were when the parts were prepared.

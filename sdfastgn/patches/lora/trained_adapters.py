@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.lora.adapter_sources import Source, source_of
-from sdfastgn.patches.lora.merged_adapters import is_wrapper
+from sdfastgn.patches.lora.wrappers import is_wrapper
 from sdfastgn.patches.swap.fusion import is_unhooked, parameters_of
 
 # Layers run as one if the ranks of all their adapters add up to at most this. The matrix with all B has zeros
