@@ -30,6 +30,7 @@ from sdfastgn.patches.layout.ddp import is_in_ddp
 from sdfastgn.patches.layout.left_alone import SLOW_BORDERS
 from sdfastgn.patches.lora import merged_adapters
 from sdfastgn.patches.lora.adapters import unmerged_layers
+from sdfastgn.patches.lora.wrappers import is_wrapper
 from sdfastgn.patches.offload.moves import follow, is_followed
 from sdfastgn.patches.swap.class_forward import is_offloaded_whole
 from sdfastgn.patches.swap.exclusive import call_entry, one_at_a_time, undisturbed
@@ -39,8 +40,6 @@ from sdfastgn.reports import Entry, Left, Report, grouped, parts_text, some
 from sdfastgn.survey import Found, FoundModel, Options, Survey, may_change, models_of, put_back, survey
 from sdfastgn.verification import Verdict
 from sdfastgn.versions import installed_versions, never_run
-
-__all__ = ["optimize", "optimized", "report", "restore"]
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -422,7 +421,7 @@ def _refuse_nothing(call: str, obj: Any, found: Survey, options: Options) -> Non
     """Raise ValueError or warn, unless ``missing_ok``, if there is nothing to optimize in ``obj`` now."""
     adaptable = found.adaptable
     layers = [layer for was in adaptable.values() for layer in was.modules]
-    if options.missing_ok or any(map(merged_adapters.is_wrapper, layers)):
+    if options.missing_ok or any(map(is_wrapper, layers)):
         return
     if options.strict or (isinstance(obj, nn.Module) and not adaptable):
         raise ValueError(f"sdfastgn.{call}: {_nothing_in(obj)} (missing_ok=True returns it as it is)")

@@ -13,8 +13,6 @@ from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
 from sdfastgn.kernels.common.gpu import triton
 
-__all__ = ["backend_text", "triton_cache", "why_no_kernel", "why_stock_runs"]
-
 _STOCK_CODE = "plain PyTorch, stock's own code at stock's speed"
 
 

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["randn", "small_call", "unet_inputs"]
-
 # Names of the classes of models whose inputs ``unet_inputs`` makes for ``small_call``.
 _UNETS = ("UNet2DConditionModel", "UNet2DModel", "ControlNetModel")
 # Class of an autoencoder -> number of frames of the video with which ``small_call`` calls it; 0 for an

@@ -23,8 +23,6 @@ from sdfastgn.kernels.group_norm.instance_norm import instance_norm
 from sdfastgn.kernels.group_norm.op import group_norm
 from sdfastgn.kernels.layer_norm.op import add_layer_norm, layer_norm
 
-__all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm"]
-
 
 class GroupNorm(nn.GroupNorm):
     """``torch.nn.GroupNorm`` with a fused activation: the same constructor, attributes and state_dict.

@@ -12,8 +12,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["OWN_PROCESS", "OptionError", "counted", "is_main", "launched", "program", "writing"]
-
 # Value of click's ``Context.obj`` if the process runs nothing but one command. Such a command may change how
 # Python imports modules (``cli/light_imports.py``). In other processes, as in tests, it must not.
 OWN_PROCESS = "own process"

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from sdfastgn.patches.lora.merged_adapters import Merged
     from sdfastgn.plans.install import Planned
 
-__all__ = ["Entry", "Left", "Report", "grouped", "parts_text", "some"]
-
 # Characters per line of the printed report: the width of the narrowest usual terminal.
 WIDTH = 80
 # Maximum number of paths that a report prints for each reason to skip modules. ``details`` prints all paths.

@@ -21,8 +21,6 @@ from sdfastgn.patches.offload.moves import follow, followed_in, unfollow
 from sdfastgn.patches.swap.exclusive import call_entry
 from sdfastgn.plans import install as plans
 
-__all__ = ["Found", "FoundModel", "Options", "Survey", "may_change", "models_of", "put_back", "survey"]
-
 
 @dataclass(frozen=True)
 class Options:

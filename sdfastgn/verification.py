@@ -26,8 +26,6 @@ from sdfastgn.model_inputs import small_call
 from sdfastgn.patches import patcher
 from sdfastgn.patches.layout import channels_last
 
-__all__ = ["PUT_BACK", "RIGHT", "UNVERIFIED", "Verdict", "compare", "record", "verify"]
-
 RIGHT, PUT_BACK, UNVERIFIED = "right", "put back", "not verified"
 # A part is right if its error is at most ``_FACTOR`` times the error of stock's code, plus ``_UNITS`` units
 # of rounding (the dtype's eps). A fused part rounds less often than stock's code, but in another order. So

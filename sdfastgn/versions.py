@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 
-__all__ = ["RUN", "installed_versions", "never_run"]
-
 # Package -> versions with which the tests ran. With torch 2.11 and Triton 3.6 the kernels ran on an H100 and
 # an H200. With all other versions they ran in Triton's interpreter (docs/compatibility.md).
 RUN = {

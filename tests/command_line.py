@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,22 +14,15 @@ from typer.testing import CliRunner, Result
 
 from sdfastgn import cli
 from sdfastgn.cli.app import app
+from tests.processes import ROOT
 
 # What ``invoke`` runs. ``cli.main`` imports the one command that it needs.
 for _name in cli.COMMANDS:
     importlib.import_module(f"sdfastgn.cli.{_name}")
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 def invoke(*arguments: str, **environment: str) -> Result:
     return CliRunner().invoke(app, list(arguments), env=environment)
-
-
-def process(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A program that ran to its end."""
-    env = {**os.environ, **environment}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 
 def exit_code(monkeypatch: pytest.MonkeyPatch, program: str, *arguments: str) -> int:

@@ -1,4 +1,4 @@
-"""Runs processes that wait for each other, such as those of a process group."""
+"""Runs other programs: one to its end, or several that wait for each other, such as a process group."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def process(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A program that ran to its end."""
+    env = {**os.environ, **environment}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 
 def run_together(

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted(path for folder in ("sdfastgn", "scripts") for path in (ROOT / folder).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -129,6 +131,22 @@ except ValueError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert "is impossible" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_tests_of_kernels_are_collected_without_other_packages() -> None:
+    """They can run beside a package that has the kernels alone."""
+    code = """
+import importlib.util, sys
+import pytest, torch
+absent = "accelerate", "diffusers", "peft", "rich", "safetensors", "transformers", "typer"
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name in absent else found(name, *more)
+sys.modules.update(dict.fromkeys(absent))
+sys.exit(pytest.main(["tests/kernels", "--collect-only", "-qq", "-p", "no:cacheprovider"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
 
 
 def test_docstrings_do_not_count_as_lines() -> None:

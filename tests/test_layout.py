@@ -18,7 +18,8 @@ import pytest
 import yaml
 
 import sdfastgn
-from tests.command_line import ROOT, process
+from tests.command_line import ROOT
+from tests.processes import process
 
 LINKS = {"kernels": "sdfastgn/kernels", "patches": "sdfastgn/patches"}
 SHIPPED = {

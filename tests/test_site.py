@@ -15,7 +15,8 @@ import pytest
 
 import sdfastgn
 from tests.browser import open_at, tables_out_of_sight
-from tests.command_line import ROOT, process
+from tests.command_line import ROOT
+from tests.processes import process
 
 WIDTH = 1280
 PHONE = 400

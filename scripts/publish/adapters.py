@@ -315,13 +315,9 @@ def built(model: str, dtype: torch.dtype, device: torch.device) -> Step:
         return Step(unet, inputs)
     network = VIDEO_NETWORKS[model]["transformer"]
     transformer = build_video_network(network, dtype, device).requires_grad_(False)
-    generator = torch.Generator(device).manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
-
     size = {"frames": network.frames, "height": network.height, "width": network.width}
-    return Step(transformer, video.inputs(transformer, draw, batch=network.batch, **size))
+    options: dict[str, Any] = {"batch": network.batch, "dtype": dtype, "device": device, "seed": 0}
+    return Step(transformer, video.random_inputs(transformer, **size, **options))
 
 
 def measured_calls(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -176,13 +175,8 @@ def build_video(config: BenchConfig) -> Workload:
     """The workload of one UNet step or one decode of a network of ``VIDEO_NETWORKS``."""
     network = configurations.VIDEO_NETWORKS[config.model][config.part]
     model = architectures.build_video_network(network, **_random_options(config))
-    seeds = itertools.count(config.seed)
-
-    def draw(*shape: int) -> Tensor:
-        return model_inputs.randn(*shape, **{**_random_options(config), "seed": next(seeds)})
-
     size: dict[str, Any] = {"frames": config.frames, "height": config.size, "width": config.width}
-    inputs = video.inputs(model, draw, batch=config.batch, **size)
+    inputs = video.random_inputs(model, batch=config.batch, **size, **_random_options(config))
     return workload_of(model, inputs, video.run)
 
 

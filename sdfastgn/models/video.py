@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from sdfastgn.model_inputs import randn
 
 # A latent covers 8 x 8 pixels, unless the model says otherwise. In the autoencoders that compress time, the
 # first latent frame covers one frame of the video, and each further latent frame covers four.
@@ -58,6 +61,26 @@ def inputs(model: Any, draw: Draw, *, batch: int, frames: int, height: int, widt
     if kind in _OF_IMAGES:
         return {"z": draw(batch, channels, *size)}
     return {"z": draw(batch, channels, (frames - 1) // FRAMES + 1, *size)}
+
+
+def random_inputs(
+    model: Any,
+    *,
+    batch: int,
+    frames: int,
+    height: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int,
+) -> dict[str, Any]:
+    """``inputs`` that are the same for every device and dtype. ``seed``: of the first tensor."""
+    seeds = itertools.count(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return randn(*shape, dtype=dtype, device=device, seed=next(seeds))
+
+    return inputs(model, draw, batch=batch, frames=frames, height=height, width=width)
 
 
 def _flux(

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.graphs import install as graphs
 
-__all__ = ["check", "may_change", "put_back", "set_precision"]
-
 
 def check(call: str, roots: Iterable[nn.Module], precision: Any, in_rows: Sequence[Tensor] = ()) -> None:
     """Raise ValueError if ``precision`` is no valid option, or if products of ``roots`` cannot run in it.

@@ -26,24 +26,6 @@ from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.registry import ASKED_FUSIONS, FUSIONS, OBJECT_FUSIONS
 from sdfastgn.patches.swap.fusion import Fusion, is_over_fused, restore_class
 
-__all__ = [
-    "Finding",
-    "apply",
-    "ask",
-    "ask_only",
-    "asked_of",
-    "inspect",
-    "inspect_model",
-    "leave_out",
-    "left_out_of",
-    "needs_change",
-    "parts_ever_of",
-    "parts_of",
-    "put_back",
-    "take_back",
-    "undo",
-]
-
 # Module that ``put_back`` has restored -> the reason why it must not be fused again.
 # The reason is not kept in the module's ``__dict__``, because sdfastgn leaves nothing in a stock module.
 _put_back: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()

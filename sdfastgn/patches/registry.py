@@ -14,8 +14,6 @@ from typing import Any
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.swap.fusion import Fusion
 
-__all__ = ["ASKED_FUSIONS", "FUSIONS", "MISSING", "OBJECT_FUSIONS"]
-
 # Each entry has the name of a Python module in ``sdfastgn.patches``, and then names of variables in that
 # module. The value of each variable is a fusion or a tuple of fusions.
 _FUSIONS = (
@@ -28,7 +26,6 @@ _OF_DIFFUSERS = (
     ("fusions.resnet_block", "FUSION"),
     ("fusions.resnet_block_cond_norm", "FUSION"),
     ("fusions.kandinsky3_block", "NORM", "BLOCK", "RESNET_BLOCK"),
-    ("fusions.unet_1d", "FUSIONS"),
     ("fusions.temporal_resnet_block", "FUSION", "SPATIO_TEMPORAL"),
     ("fusions.transformer_2d", "FUSION"),
     ("fusions.transformer_block", "FUSION"),

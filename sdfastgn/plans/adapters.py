@@ -22,8 +22,6 @@ from sdfastgn.patches.lora.merged_adapters import is_frozen
 from sdfastgn.patches.lora.merged_weights import changing
 from sdfastgn.plans.trace.traced import Traced, Untraceable
 
-__all__ = ["Adapters", "Unmerged"]
-
 # A plan runs this many times at most if other threads write the merged weights while it reads them.
 _MOST_RUNS = 4
 _OTHERS = "another thread changes its adapters"

@@ -22,8 +22,6 @@ from sdfastgn.patches.patcher import Finding
 from sdfastgn.plans import install as planning
 from sdfastgn.plans.forward import PlannedForward
 
-__all__ = ["optimize_vae", "text_of"]
-
 # The name of the injection in a ``ModelPatcher``.
 _KEY = "sdfastgn plans"
 # Packages with which ComfyUI's layers load their weights. What they keep changes no result.

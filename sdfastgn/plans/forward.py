@@ -65,8 +65,6 @@ from sdfastgn.plans.store import MAX_REASONS, Made, Plans
 from sdfastgn.plans.trace.refusals import is_tracing
 from sdfastgn.plans.trace.traced import Untraceable
 
-__all__ = ["PlannedForward"]
-
 # A call is captured once the GPU was done before Python in so many calls of its kind in a row. Python may
 # take long in one call by chance, for instance because another thread runs.
 _IDLE_CALLS = 2
@@ -369,7 +367,7 @@ class PlannedForward(MethodEntry):
             if made is not None:
                 lengths = self._lengths_of(made, call)
                 numbers = made.masks.numbers(lengths) if made.masks and lengths else []
-                fitting = self._fitting(module, call, key, plans, made, lengths, factor)
+                fitting = self._fitting(module, call, key, plans, made, lengths, numbers, factor)
                 return _Found(plans, fitting, call, given, scale, factor, numbers)
 
     def _lengths_of(self, made: Made, call: Call, looks: int | None = None) -> Lengths | None:
@@ -395,6 +393,7 @@ class PlannedForward(MethodEntry):
         plans: Plans,
         made: Made,
         lengths: Lengths | None,
+        numbers: Sequence[Tensor],
         factor: float,
     ) -> Made:
         """The plan for what the masks of the call show. Raises Unsupported or Untraceable."""
@@ -406,15 +405,12 @@ class PlannedForward(MethodEntry):
             found.last_use = plans.seen
             return found
         with self._lock:
-            found = made.unmasked.get(seen)
-            if found is not None:  # another thread was faster
+            found = _made_meanwhile(made.unmasked.get(seen), call)
+            if found is not None:
                 return found
-            if _is_capturing(call.device):
-                raise Unsupported("other code captures it before it has a plan")
             plan = made.masks.plan(seen)
             found = Made(plan, Baked(plan), made.outcome)
             if self.verifies:
-                numbers = made.masks.numbers(lengths)
                 self._check(module, call, key, plans, found, factor, numbers)
             plans.adapters.survey.add_reader(found.baked)
             made.add_unmasked(seen, found)
@@ -560,11 +556,9 @@ class PlannedForward(MethodEntry):
         Raises Unsupported or Untraceable, with the reason.
         """
         with self._lock:
-            made = plans.find(key)
-            if made is not None:  # another thread was faster
+            made = _made_meanwhile(plans.find(key), call)
+            if made is not None:
                 return made
-            if _is_capturing(call.device):
-                raise Unsupported("other code captures it before it has a plan")
             if len(plans.refused.get(key, ())) >= _TRACES:
                 if not plans.guard.same():
                     self._drop(plans)
@@ -707,3 +701,10 @@ def _alone() -> Iterator[None]:
 
 def _is_capturing(device: torch.device | None) -> bool:
     return device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _made_meanwhile(found: Made | None, call: Call) -> Made | None:
+    """``found``, which another thread has made. Raises Unsupported if there is none, and can be none now."""
+    if found is None and _is_capturing(call.device):
+        raise Unsupported("other code captures it before it has a plan")
+    return found

@@ -22,8 +22,6 @@ from sdfastgn.patches.graphs.watch import TRUSTED, Watch
 from sdfastgn.patches.lora.adapter_survey import Survey
 from sdfastgn.plans.trace.traced import Untraceable
 
-__all__ = ["Guard"]
-
 
 class Guard:
     """The state of ``module`` and of its code, as they were when the guard was made.

@@ -18,9 +18,7 @@ from sdfastgn.patches.lora.adapters import is_adapted
 from sdfastgn.patches.swap.class_forward import has_foreign_forward
 from sdfastgn.patches.swap.instance_entries import InstanceEntry, guard
 
-__all__ = ["CONVOLUTIONS", "plan_inside"]
-
-CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def plan_inside(root: nn.Module, make: Callable[[nn.Module, bool], InstanceEntry]) -> None:

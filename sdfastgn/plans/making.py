@@ -25,19 +25,6 @@ from sdfastgn.plans.state import STATE, State
 from sdfastgn.plans.trace.traced import Traced, Untraceable
 from sdfastgn.plans.trace.tracer import trace
 
-__all__ = [
-    "compile_ahead",
-    "difference",
-    "make_plan",
-    "may_seed",
-    "most_difference",
-    "on",
-    "places",
-    "run_own",
-    "same_random_numbers",
-    "trace_call",
-]
-
 # Largest relative difference of a plan with products in E4M3 from the model's own code. Single products
 # differ by 0.04, whole models by 0.1 (docs/fp8.md), and results of wrong steps by about 1.
 _MOST_IN_E4M3 = 0.3

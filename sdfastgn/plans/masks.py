@@ -32,8 +32,6 @@ from sdfastgn.plans.rewrite.nodes import shape
 from sdfastgn.plans.run.plan import Plan, without_autocast
 from sdfastgn.plans.trace.traced import Untraceable
 
-__all__ = ["Lengths", "Masks"]
-
 # For each mask, the number of keys that the queries of each sample see, from the first on. None if the mask
 # is needed.
 Lengths = tuple[tuple[int, ...] | None, ...]

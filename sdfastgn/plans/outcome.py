@@ -20,8 +20,6 @@ from torch import Tensor
 
 from sdfastgn.plans.trace.traced import Untraceable
 
-__all__ = ["MARKS", "Outcome", "Output", "has_shared_containers"]
-
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 

@@ -26,8 +26,6 @@ from sdfastgn.plans.trace.refusals import is_tracing
 from sdfastgn.plans.trace.traced import Traced, Untraceable
 from sdfastgn.plans.trace.tracer import trace
 
-__all__ = ["CallPlan", "plans_of"]
-
 # Kind of GPU -> a compute capability of this kind. Steps can differ between these kinds.
 _CAPABILITIES = {"hopper": (9, 0), "other": (8, 0)}
 

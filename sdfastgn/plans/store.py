@@ -15,8 +15,6 @@ from sdfastgn.plans.run.bake import Baked
 from sdfastgn.plans.run.plan import Plan
 from sdfastgn.plans.state import State
 
-__all__ = ["MAX_PLANS", "MAX_REASONS", "Made", "Plans"]
-
 # Maximum number of plans of one module. Each one is for one kind of call.
 MAX_PLANS = 16
 # Maximum number of reasons that are counted separately. Further reasons are counted as "other reasons".

@@ -34,7 +34,8 @@ from sdfastgn.cli.drawing import METADATA
 from sdfastgn.cli.prompts import Settings, batches, read_prompts, shares
 from sdfastgn.models.configurations import UNETS
 from sdfastgn.models.pipelines import build_pipeline
-from tests.command_line import ROOT, exit_code, invoke, process
+from tests.command_line import ROOT, exit_code, invoke
+from tests.processes import process
 
 LINES = [
     {"prompt": "a cat"},

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import ROOT, invoke, process
+from tests.command_line import ROOT, invoke
+from tests.processes import process
 
 SCRIPT = Path(sys.executable).with_name("sdfastgn")
 # Modules that take seconds to import, and that info and inspect do without.

@@ -16,7 +16,8 @@ from diffusers.models.activations import GEGLU
 from sdfastgn.cli.known_sources import text_of
 from sdfastgn.patches.swap import tested_sources
 from sdfastgn.patches.swap.tested_sources import hash_of, source_hash, unknown_source
-from tests.command_line import invoke, process
+from tests.command_line import invoke
+from tests.processes import process
 
 CLASS = "diffusers.models.activations.GEGLU"
 OTHER_RELEASE = """

@@ -14,7 +14,8 @@ from sdfastgn.cli import kernel_cache
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.archive import ArchiveError
 from sdfastgn.models.pipelines import build_pipeline, load_pipeline
-from tests.command_line import invoke, process
+from tests.command_line import invoke
+from tests.processes import process
 
 
 class Rehearsal:

@@ -10,9 +10,16 @@ from torch import nn
 from tests.coverage.parts import TWO_LEVELS, Built, Rows, model, noise, pipeline, scheduler, vae
 from tests.coverage.relatives import embeds, small_vae
 from tests.coverage.stable_diffusion import tiny_vae
+from tests.patches.transformers import FLUX, TRANSFORMERS
 
 transformers = Rows("Diffusion transformers")
 SIZE = {"height": 16, "width": 16}
+
+
+def tiny(name, **options):
+    """The transformer ``name`` of ``TRANSFORMERS``, with other settings where ``options`` say so."""
+    kind = TRANSFORMERS[name]
+    return model(kind.kind, **{**kind.config, **options})
 
 
 def flow():
@@ -25,35 +32,15 @@ def without_text(*numbers):
 
 @transformers("Flux")
 def _():
-    network = model(
-        "FluxTransformer2DModel",
-        patch_size=1,
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
-    )
+    network = tiny("flux")
     parts = {"transformer": network, "vae": small_vae(shift_factor=0.1), "scheduler": flow()}
     states = {"prompt_embeds": noise(1, 5, 32), "pooled_prompt_embeds": noise(1, 32), "prompt": None}
     return pipeline("FluxPipeline", parts | without_text("", "_2"), **states, **SIZE)
 
 
 def flux2(**inputs):
-    network = model(
-        "Flux2Transformer2DModel",
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        timestep_guidance_channels=32,
-        axes_dims_rope=(4, 4, 4, 4),
-    )
+    changes = {"timestep_guidance_channels": 32, "axes_dims_rope": (4, 4, 4, 4)}
+    network = model("Flux2Transformer2DModel", **{**FLUX, **changes})
     sizes = {"block_out_channels": (12, 24), "layers_per_block": 1, "norm_num_groups": 4}
     decoder = model("AutoencoderKLFlux2", **sizes, **TWO_LEVELS, latent_channels=4, sample_size=16)
     decoder.bn.running_var.abs_()
@@ -68,20 +55,7 @@ def _():
 
 @transformers("Stable Diffusion 3")
 def _():
-    network = model(
-        "SD3Transformer2DModel",
-        sample_size=8,
-        patch_size=1,
-        in_channels=4,
-        num_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        caption_projection_dim=32,
-        joint_attention_dim=32,
-        pooled_projection_dim=64,
-        out_channels=4,
-    )
-    parts = {"transformer": network, "vae": small_vae(shift_factor=0.1), "scheduler": flow()}
+    parts = {"transformer": tiny("sd3"), "vae": small_vae(shift_factor=0.1), "scheduler": flow()}
     pooled = {"pooled_prompt_embeds": noise(1, 64), "negative_pooled_prompt_embeds": noise(1, 64)}
     return pipeline(
         "StableDiffusion3Pipeline", parts | without_text("", "_2", "_3"), **embeds(), **pooled, **SIZE
@@ -160,17 +134,7 @@ def _():
 
 @transformers("Qwen-Image")
 def _():
-    network = model(
-        "QwenImageTransformer2DModel",
-        patch_size=2,
-        in_channels=16,
-        out_channels=4,
-        num_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        axes_dims_rope=(8, 4, 4),
-    )
+    network = tiny("qwen_image")
     decoder = model(
         "AutoencoderKLQwenImage",
         base_dim=24,

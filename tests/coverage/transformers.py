@@ -1,9 +1,9 @@
 """More rows of the coverage table's transformers, and what the report says of transformers."""
 
-from tests.coverage.networks import SIZE, flow, flux2, transformers, without_text
+from tests.coverage.networks import SIZE, flow, flux2, tiny, transformers, without_text
 from tests.coverage.parts import image, model, noise, pipeline
 from tests.coverage.relatives import embeds, small_vae
-from tests.patches.transformers import TRANSFORMERS
+from tests.patches.transformers import FLUX
 
 VALUE = "the call reads the value of a tensor"
 # Row -> beginning of the reason why its transformer has no plan as a whole. Parts of it have plans.
@@ -44,9 +44,7 @@ def latents():
 
 def around(name, **options):
     """Components around the transformer ``name`` of ``TRANSFORMERS``."""
-    kind = TRANSFORMERS[name]
-    network = model(kind.kind, **{**kind.config, **options})
-    return {"transformer": network, "vae": latents(), "scheduler": flow()} | without_text("")
+    return {"transformer": tiny(name, **options), "vae": latents(), "scheduler": flow()} | without_text("")
 
 
 def alone(cls, **config):
@@ -127,34 +125,13 @@ def _():
 
 @transformers("Bria")
 def _():
-    parts = alone(
-        "BriaTransformer2DModel",
-        patch_size=1,
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=None,
-        axes_dims_rope=(0, 8, 8),
-    )
+    changes = {"pooled_projection_dim": None, "axes_dims_rope": (0, 8, 8)}
+    parts = alone("BriaTransformer2DModel", **{**FLUX, **changes})
     return pipeline("BriaPipeline", parts, **embeds(), **SIZE)
 
 
 @transformers("Ovis-Image")
 def _():
-    parts = alone(
-        "OvisImageTransformer2DModel",
-        patch_size=1,
-        in_channels=16,
-        out_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        axes_dims_rope=(4, 4, 8),
-    )
+    parts = alone("OvisImageTransformer2DModel", **FLUX, out_channels=16)
     inputs = embeds(negative_prompt=None)
     return pipeline("OvisImagePipeline", parts, **inputs, **SIZE)

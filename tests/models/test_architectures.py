@@ -7,7 +7,6 @@ import torch
 from diffusers import UNetMotionModel
 from torch import nn
 
-from sdfastgn.model_inputs import randn
 from sdfastgn.models import architectures, video
 from sdfastgn.models.configurations import SEEDS, VIDEO_NETWORKS
 from tests.small_video import SETTINGS, shrink
@@ -114,9 +113,7 @@ def test_small_video_networks_run_and_are_reproducible(model, part, monkeypatch)
     def output(seed):
         built = architectures.build_video_network(network, **where, seed=seed)
         with torch.no_grad():
-            return video.run(
-                built, video.inputs(built, lambda *shape: randn(*shape, **where, seed=seed), **size)
-            )
+            return video.run(built, video.random_inputs(built, **size, **where, seed=seed))
 
     same, again, other = map(output, (0, 0, 1))
     assert torch.equal(same, again)

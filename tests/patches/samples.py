@@ -15,7 +15,6 @@ from diffusers.models.autoencoders import autoencoder_kl_magvit as easyanimate
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.normalization import AdaGroupNorm
 from diffusers.models.resnet import (
-    Conv1dBlock,
     ResnetBlock2D,
     ResnetBlockCondNorm2D,
     SpatioTemporalResBlock,
@@ -26,7 +25,6 @@ from diffusers.models.transformers.transformer_temporal import (
     TransformerSpatioTemporalModel,
     TransformerTemporalModel,
 )
-from diffusers.models.unets.unet_1d_blocks import OutConv1DBlock, ResConvBlock
 from diffusers.models.unets.unet_2d_blocks import AutoencoderTinyBlock, CrossAttnUpBlock2D, UpBlock2D
 from diffusers.models.unets.unet_3d_blocks import CrossAttnUpBlockSpatioTemporal, UpBlockSpatioTemporal
 from diffusers.models.unets.unet_kandinsky3 import (
@@ -53,11 +51,6 @@ def image(*shape, seed=0):
     )
     # Stock PyTorch crashes on a channels-last norm if only its weights need a gradient.
     return x.requires_grad_()
-
-
-def plans(*shape):
-    """Input of a network over one axis."""
-    return image(*shape, 1)[..., 0].contiguous()
 
 
 def randomize(module):
@@ -467,10 +460,6 @@ SAMPLES = [
         lambda: Kandinsky3ResNetBlock(12, 12, 16, 3, up_resolutions=(None, True, None, None)),
         lambda m: m(image(2, 12, 3, 2), _TEMB),
     ),
-    ("conv_1d_block", lambda: Conv1dBlock(6, 24, 5), lambda m: m(plans(2, 6, 13))),
-    ("out_conv_1d_block", lambda: OutConv1DBlock(3, 4, 12, "mish"), lambda m: m(plans(2, 12, 13))),
-    ("res_conv_block", lambda: ResConvBlock(6, 12, 10), lambda m: m(plans(2, 6, 13))),
-    ("res_conv_block-last", lambda: ResConvBlock(12, 8, 12, is_last=True), lambda m: m(plans(2, 12, 13))),
     ("attention", lambda: _attention(), lambda m: m(tokens(2, 7, 16))),
     (
         "attention-cross",

@@ -36,6 +36,7 @@ class NoKernels:
         return self.launch(*args, **kwargs)
 
 
+@pytest.mark.drawn(32)
 @each_part
 @interpreted
 def test_a_part_is_right(build, call, monkeypatch):

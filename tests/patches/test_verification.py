@@ -74,12 +74,14 @@ def test_every_fusion_is_right(build, call):
     check(build, call, torch.float32)
 
 
+@pytest.mark.drawn(64)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @each_fusion
 def test_every_fusion_is_right_in_halves(build, call, dtype):
     check(build, call, dtype)
 
 
+@pytest.mark.drawn(27)
 @each_block
 @interpreted
 def test_every_kernel_is_right(build, call):
@@ -174,6 +176,7 @@ def output(model):
         return small_call(model, torch.float32, torch.device("cpu"))()[0]
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("build", MODELS, ids=NAMES)
 def test_a_healthy_model_stays_fused(build, recwarn):
     model = build()

@@ -600,6 +600,29 @@ calls(
         "encoder_attention_mask": torch.ones(1, 7),
     },
 )
+ONE = {
+    "down_block_types": ("DownResnetBlock1D",) * 2,
+    "up_block_types": ("UpResnetBlock1D",),
+    "mid_block_type": "MidResTemporalBlock1D",
+    "out_block_type": "OutConv1DBlock",
+    "act_fn": "mish",
+    "time_embedding_type": "positional",
+    "use_timestep_embedding": True,
+    "flip_sin_to_cos": False,
+    "freq_shift": 1,
+}
+calls(
+    "UNet1DModel",
+    {"in_channels": 6, "out_channels": 6, "block_out_channels": (8, 16), **ONE},
+    "of diffusion over plans",
+    forward={"sample": (2, 6, 14), "timestep": TIME},
+)
+calls(
+    "UNet1DModel",
+    {"block_out_channels": (32, 32, 32), "extra_in_channels": 64},
+    "of sounds",
+    forward={"sample": (2, 2, 32), "timestep": TIME},
+)
 CONTROL = {
     **UNET,
     "down_block_types": BLOCKS["down_block_types"],

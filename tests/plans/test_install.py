@@ -18,6 +18,7 @@ from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.install import gets_plans
 from tests.patches.cases import agree, noise
 from tests.patches.samples import randomize, unet
+from tests.plans.models import CALLS
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
 
@@ -157,6 +158,20 @@ def test_graphs_run_plans_where_a_class_has_graphs():
         "encoder": (1, 2),
         "decoder": (1, 2),
     }
+
+
+def test_a_network_over_one_axis():
+    call = next(call for call in CALLS if call.cls == "UNet1DModel")
+    model, stock = (call.model() for _ in range(2))
+    sdfastgn.optimize(model)
+    for seed in range(3):
+        inputs = call.drawn(seed)
+        agree(*(call.run(each, **inputs)[0] for each in (model, stock)))
+    (planned,) = (p for p in sdfastgn.report(model).plans if p.calls)
+    assert (planned.plans, planned.calls) == (1, 3)
+    norms = [m for m in stock.modules() if isinstance(m, nn.GroupNorm)]
+    assert planned.steps["group_norm"] == len(norms)
+    assert not [step for step in planned.steps if "mish" in step]
 
 
 @pytest.mark.parametrize("modes", [(False, "auto"), ("auto", False)])

@@ -23,13 +23,13 @@ def rules_apply_everywhere(monkeypatch):
     everything_pays(monkeypatch)
 
 
-@pytest.mark.parametrize("first", range(0, 200, CHUNK))
+@pytest.mark.parametrize("first", range(0, 100, CHUNK))
 def test_programs(first):
     check(range(first, first + CHUNK))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(200, 1000, CHUNK))
+@pytest.mark.parametrize("first", range(100, 1000, CHUNK))
 def test_more_programs(first):
     check(range(first, first + CHUNK))
 

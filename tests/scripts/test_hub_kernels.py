@@ -17,7 +17,8 @@ import torch
 
 import sdfastgn
 from sdfastgn.kernels.common.activations import ACTIVATIONS
-from tests.command_line import ROOT, exit_code, process
+from tests.command_line import ROOT, exit_code
+from tests.processes import process
 
 # Without the package, its name is that of the root's link, which is a namespace without a file.
 needs_kernels = pytest.mark.skipif(

@@ -31,8 +31,6 @@ from sdfastgn.kernels.common.sizes import MAX_OFFSET
 from sdfastgn.kernels.layer_norm.config import fits_registers
 from sdfastgn.kernels.quantize_rows.op import reference_quantize_rows
 
-__all__ = ["AdaNormCall", "Norm", "ada_norm", "ada_norm_in_e4m3", "reference_ada_norm"]
-
 # Norms of a row. "none": a row is not normalized. Without a norm of the sum, no y is computed.
 _KINDS = ("layer", "rms", "none")
 

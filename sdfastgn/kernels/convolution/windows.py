@@ -7,8 +7,6 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import gpu
 
-__all__ = ["convolve_windows", "windows_pay"]
-
 
 def windows_pay(
     device: torch.device,

@@ -23,8 +23,6 @@ from sdfastgn.kernels.common.checks import check_activation
 from sdfastgn.kernels.common.declaration import Operand, Value, checks_of, even_rows
 from sdfastgn.kernels.common.plan_cache import Plans
 
-__all__ = ["GatedCall", "gated", "reference_gated"]
-
 
 class GatedCall(NamedTuple):
     """The arguments of ``gated``."""

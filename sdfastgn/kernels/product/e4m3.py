@@ -9,8 +9,6 @@ from torch import Tensor
 
 from sdfastgn.kernels.common import private
 
-__all__ = ["row_scaled_product", "scaled_product"]
-
 
 def scaled_product(x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     """Computes ``(scales[0] * x) @ (scales[1] * weight).T``.

@@ -20,8 +20,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.private import is_alone, revived
 
-__all__ = ["PACKED_DEVICES", "are_packed", "joined", "pack", "span", "unpack"]
-
 # Types of device on which parameters are packed. One large matrix product keeps a GPU busier than three small
 # ones. A small product already keeps a CPU busy, so packing would not be faster there.
 PACKED_DEVICES = ("cuda",)

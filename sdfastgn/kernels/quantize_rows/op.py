@@ -29,8 +29,6 @@ from sdfastgn.kernels.common.plan_cache import Plans
 from sdfastgn.kernels.common.sizes import MAX_OFFSET
 from sdfastgn.kernels.layer_norm.config import fits_registers
 
-__all__ = ["QuantizeRowsCall", "quantize_rows", "reference_quantize_rows"]
-
 # The smallest normal number of fp32. It is the scale of rows without values, whose reciprocal is finite.
 _LEAST = 2.0**-126
 

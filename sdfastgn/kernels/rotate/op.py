@@ -29,8 +29,6 @@ from sdfastgn.kernels.common.declaration import Operand, checks_of
 from sdfastgn.kernels.common.plan_cache import Plans
 from sdfastgn.kernels.common.sizes import MAX_OFFSET, next_power_of_2
 
-__all__ = ["RotateCall", "fits", "fits_pairs", "reference_rotate", "rotate"]
-
 # Maximum length of a row, padded to a power of 2, that a program keeps in registers.
 _MAX_ROW = 8192
 

@@ -21,8 +21,6 @@ from sdfastgn.patches.swap.exclusive import call_entry, set_call_entry
 from sdfastgn.patches.swap.fusion import stock_class
 from sdfastgn.patches.swap.instance_entries import InstanceEntry, guard, unguard
 
-__all__ = ["CALL", "Checked", "check_calls", "entrances", "stop_checking"]
-
 # The method of a module that ``nn.Module.__call__`` calls.
 CALL = "_call_impl"
 

@@ -17,8 +17,6 @@ from torch import nn
 from sdfastgn.patches.code.reach import MISSING, Entry, Reach, content_of
 from sdfastgn.patches.code.reading import names_in
 
-__all__ = ["Guard"]
-
 _call: Callable[..., Any] = getattr(operator, "call", lambda function, argument: function(argument))
 _inside: Callable[[Any], tuple[Any, ...]] = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 

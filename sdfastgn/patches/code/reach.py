@@ -20,8 +20,6 @@ from torch import nn
 
 from sdfastgn.patches.code.reading import Item, names_in
 
-__all__ = ["MISSING", "Entry", "Reach", "content_of", "function_in", "package_of"]
-
 MISSING: Any = object()
 
 # What a call of a module runs, whatever its code names.

@@ -11,8 +11,6 @@ import functools
 import types
 from typing import Any, NamedTuple
 
-__all__ = ["Item", "Names", "names_in"]
-
 # Instructions that put the value of a name on the stack. LOAD_DEREF does so for variables of closures.
 _NAMES = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"))
 # Instructions that replace the last value on the stack by an attribute of it. Python 3.12 has no LOAD_METHOD.

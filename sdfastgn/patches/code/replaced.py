@@ -18,8 +18,6 @@ from torch.nn import functional as F
 
 from sdfastgn.patches.code.reach import MISSING, Entry, function_in, package_of
 
-__all__ = ["OWN", "ignored", "is_counter", "replaced_in"]
-
 # Packages that replace functions of each other, and of themselves, without changing what these compute.
 # For instance, torch._dynamo wraps functions that it has compiled, and accelerate those that make parameters.
 OWN = sys.stdlib_module_names | {

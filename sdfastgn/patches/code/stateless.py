@@ -31,8 +31,6 @@ from sdfastgn.patches.code.reach import MISSING, Reach, content_of, function_in,
 from sdfastgn.patches.code.reading import names_in
 from sdfastgn.patches.swap.numpy_numbers import is_numpy_constant
 
-__all__ = ["CodeState", "packages_of"]
-
 # Instructions that set an attribute or a global, and words for it.
 _WRITES = {
     "STORE_ATTR": "sets the attribute",

@@ -15,8 +15,6 @@ from sdfastgn.patches.code.guard import Guard
 from sdfastgn.patches.code.reach import Entry
 from sdfastgn.patches.code.replaced import ignored, is_counter, replaced_in
 
-__all__ = ["MAX_STATES", "States", "is_checked", "reason_of_code", "running"]
-
 # Maximum number of states of one model's code that are told apart. Code that switches an attention on and off
 # within each image has two.
 MAX_STATES = 4

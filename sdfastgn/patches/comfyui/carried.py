@@ -23,24 +23,6 @@ from sdfastgn.patches.layers.video import in_channels_last, is_plain_conv3d, is_
 from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked
 from sdfastgn.patches.swap.tested_sources import tested, unknown_source
 
-__all__ = [
-    "SOURCES",
-    "CarriedConv3d",
-    "Conv3d",
-    "SharedClassSwap",
-    "attended",
-    "chunks_of",
-    "convolve",
-    "fits",
-    "is_plain",
-    "is_plain_wrapper",
-    "pointwise",
-    "reason_to_skip",
-    "reason_to_skip_ends",
-    "run_stages",
-    "with_carries",
-]
-
 _ops: Any = comfy.ops
 Conv3d: Any = _ops.disable_weight_init.Conv3d
 # Older releases of ComfyUI have no ``CarriedConv3d``. In these releases, the blocks that now contain it have

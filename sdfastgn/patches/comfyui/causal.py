@@ -33,23 +33,6 @@ from sdfastgn.patches.layers.video import (
 )
 from sdfastgn.patches.swap.fusion import is_unhooked
 
-__all__ = [
-    "CACHE_T",
-    "attend_in_frames",
-    "check_cache",
-    "convolve",
-    "fits",
-    "given",
-    "is_plain_conv",
-    "is_plain_upsampling",
-    "next_fit",
-    "padding_of",
-    "pairs_as_frames",
-    "step",
-    "upsample_and_convolve",
-    "with_new_frames",
-]
-
 # Maximum number of frames of an entry of ``feat_cache``, upstream's CACHE_T.
 CACHE_T = 2
 

@@ -33,18 +33,6 @@ from sdfastgn.patches.swap.fusion import ClassSwap
 from sdfastgn.patches.swap.instance_entries import InstanceEntry
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = [
-    "UNET",
-    "FusedUNetModel",
-    "begin_run",
-    "calls_of_run",
-    "drop",
-    "drop_at_next_move",
-    "graphs_of",
-    "install",
-    "keep_at_moves",
-]
-
 # Names of the entries in ``transformer_options`` that ComfyUI's own sampling and a UNet's forward add. A call
 # with any other entry runs eagerly. Other nodes may put code into the entries ``patches`` and
 # ``patches_replace``, so ``_other_nodes`` also looks into these two.

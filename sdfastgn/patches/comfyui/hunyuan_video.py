@@ -45,8 +45,6 @@ from sdfastgn.patches.layers.video import (
 from sdfastgn.patches.swap.fusion import drops_nothing, is_unhooked
 from sdfastgn.patches.swap.tested_sources import TestedSource, tested
 
-__all__ = ["BLOCKS"]
-
 _ops: Any = comfy.ops
 # The encoder and the decoder call a function for SiLU, and have no module for it. ``norm_operands`` takes a
 # module, so it gets this ``nn.SiLU``.

@@ -47,8 +47,6 @@ from sdfastgn.patches.layers.video import (
 from sdfastgn.patches.swap.fusion import ClassSwap, drops_nothing
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["BLOCKS", "attention_of", "is_video_attention", "is_video_block", "result_of"]
-
 _ops: Any = comfy.ops
 
 

@@ -30,18 +30,6 @@ from sdfastgn.patches.layout import channels_last
 from sdfastgn.patches.layout.left_alone import reason_of_cudnn
 from sdfastgn.patches.swap.fusion import Fusion, restore_class
 
-__all__ = [
-    "CLAIMING",
-    "KEY",
-    "drop_graphs",
-    "eject",
-    "has_blocks",
-    "inject",
-    "is_loaded",
-    "reason_to_stay",
-    "root_of",
-]
-
 # The name of sdfastgn's injection and callbacks in a ``ModelPatcher``.
 KEY = "sdfastgn"
 

@@ -29,8 +29,6 @@ from sdfastgn.patches.swap.class_forward import change_class
 from sdfastgn.patches.swap.fusion import foreign_override, is_unhooked, stock_class
 from sdfastgn.patches.swap.tested_sources import TestedSource, tested, unknown_source
 
-__all__ = ["LAYERS", "has_steady_weights", "plain_class", "prepared", "reason_of_moves", "reason_to_cast"]
-
 _ops: Any = comfy.ops
 # Key that ``_Layer.apply`` puts into the ``__dict__`` of each layer to which it is applied. Its value is the
 # class that the layer had before: ComfyUI's.

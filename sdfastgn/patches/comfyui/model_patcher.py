@@ -20,8 +20,6 @@ from sdfastgn.patches.comfyui.report import text_of
 from sdfastgn.patches.comfyui.tiled_decode import TiledVAE
 from sdfastgn.patches.graphs.install import INFERENCE_MODES
 
-__all__ = ["call_after_load", "check_vae", "optimize_model", "optimize_vae"]
-
 
 def optimize_model(
     model: Any, cuda_graphs: str | bool = "auto", after_run: Callable[[str], None] | None = None

@@ -33,8 +33,6 @@ from sdfastgn.patches.fusions.strips import OutParts, ResnetParts, UpsampleParts
 from sdfastgn.patches.swap.fusion import ClassSwap, stock_class
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["AUTOENCODERS", "TiledVAE", "in_strips"]
-
 
 class _Request(NamedTuple):
     """A call of a decoder that shall run in strips.

@@ -33,8 +33,6 @@ from sdfastgn.patches.layers.upsampling import conv_of_upsampled
 from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked, stock_class
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["BLOCKS", "has_no_patches"]
-
 
 class FusedResBlock(ResBlock):
     """``ResBlock`` with fused norms. x (N, C, H, W), emb (N, emb_channels) -> (N, C_out, H', W')."""

@@ -38,8 +38,6 @@ from sdfastgn.patches.layers.upsampling import conv_of_upsampled
 from sdfastgn.patches.swap.fusion import ClassSwap
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["BLOCKS"]
-
 
 class FusedResnetBlock(ResnetBlock):
     """``ResnetBlock`` with fused norms. Images x (N, C, H, W) -> (N, C_out, H, W).

@@ -34,15 +34,6 @@ from sdfastgn.patches.layers.video import NORMS, FusedRMSNorm, add_into, is_plai
 from sdfastgn.patches.swap.fusion import ClassSwap, drops_nothing, is_unhooked
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = [
-    "BLOCKS",
-    "DecoderBase",
-    "EncoderBase",
-    "ResampleBase",
-    "ResidualBlockBase",
-    "upsamples",
-]
-
 _ops: Any = comfy.ops
 # True in releases whose decoder computes the frames of a chunk in pairs. In these releases, an entry of
 # ``feat_cache`` has only one frame after a chunk of one frame.

@@ -29,8 +29,6 @@ from sdfastgn.patches.layers.video import is_plain_inference
 from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["BLOCKS"]
-
 
 class FusedResidualBlock(ResidualBlockBase, vae2_2.ResidualBlock):
     pass

@@ -18,8 +18,6 @@ from sdfastgn.kernels.common.e4m3 import TOTAL
 if TYPE_CHECKING:
     from sdfastgn.patches.fp8.product import Product
 
-__all__ = ["Counts"]
-
 
 class Counts:
     """The quantizers that calls of one model have used, and their copies on the CPU.

@@ -31,35 +31,10 @@ from torch.utils.hooks import RemovableHandle
 from sdfastgn.kernels.common import private
 from sdfastgn.patches.fp8.product import Product, ProductCall, Products
 from sdfastgn.patches.fp8.rows import RowWeights
-from sdfastgn.patches.lora.merged_adapters import is_merged, is_wrapper, wrapped_layer
+from sdfastgn.patches.lora.merged_adapters import is_merged
+from sdfastgn.patches.lora.wrappers import is_wrapper, wrapped_layer
 from sdfastgn.patches.offload.moves import follow, follow_moves, stop_following
 from sdfastgn.patches.swap.instance_entries import InstanceEntry
-
-__all__ = [
-    "Fp8",
-    "Kept",
-    "allow",
-    "allow_rows",
-    "compare",
-    "copy_counts",
-    "device_reason",
-    "forget",
-    "forget_all",
-    "generation",
-    "give_back",
-    "has_kept",
-    "has_same_contents",
-    "is_allowed",
-    "is_outdated",
-    "kept_in",
-    "may_run_in",
-    "note_replay",
-    "product_of",
-    "reason_now",
-    "refresh",
-    "row_weights",
-    "state_of",
-]
 
 # The sizes of weights must be multiples of this number.
 _SIZES = 16

@@ -62,8 +62,6 @@ from sdfastgn.patches.lora.contents import Calls, Contents
 from sdfastgn.patches.lora.merged_weights import is_merged_weight, wait_for, written_now
 from sdfastgn.patches.swap.class_forward import accelerate_hooks
 
-__all__ = ["Product", "ProductCall", "Products", "linear", "offloading_of", "written"]
-
 _Written = TypeVar("_Written")
 
 # Number of calls in which a product learns. Most images take 20 to 50 steps of one call each, so these are

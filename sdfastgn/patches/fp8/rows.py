@@ -25,8 +25,6 @@ from sdfastgn.patches.fp8.product import offloading_of
 from sdfastgn.patches.lora.contents import Contents
 from sdfastgn.patches.lora.merged_weights import is_merged_weight, wait_for, written_now
 
-__all__ = ["Copy", "RowWeights", "in_blocks"]
-
 
 def in_blocks(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """All modules in the blocks of a model with ``modules``: elements of its lists that have a norm inside.

@@ -12,8 +12,6 @@ from sdfastgn.patches.layers.statistics import take_statistics
 from sdfastgn.patches.swap.fusion import IDENTITY, ClassSwap, activation_of, is_unhooked
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["FUSION", "SOURCE", "FusedAdaGroupNorm", "ada_norm_act"]
-
 
 def ada_norm_act(
     norm: AdaGroupNorm, act: nn.Module, x: Tensor, emb: Tensor, shift: Tensor | None = None

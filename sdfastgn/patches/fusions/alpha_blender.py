@@ -16,8 +16,6 @@ from torch import Tensor
 from sdfastgn.patches.swap.fusion import is_unhooked
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["SOURCE", "factors_of", "is_plain_blender"]
-
 SOURCE = tested(AlphaBlender, "__init__", "get_alpha", "forward")
 
 

@@ -24,8 +24,6 @@ from sdfastgn.patches.layers.upsampling import convolves_at_low_resolution
 from sdfastgn.patches.swap.fusion import ClassSwap, activation_reason, is_unhooked, stock_class
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["BLOCK", "DECODER", "ENCODER", "FusedDecoderTiny", "FusedEncoderTiny", "FusedTinyBlock"]
-
 
 def _runs_fused(module: Any, x: Tensor, layers: nn.Module) -> bool:
     checkpointed = torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False)

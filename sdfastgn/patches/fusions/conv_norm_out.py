@@ -44,8 +44,6 @@ from sdfastgn.patches.swap.fusion import (
 from sdfastgn.patches.swap.hooks import remove_hooks
 from sdfastgn.patches.swap.tested_sources import tested, unknown_source
 
-__all__ = ["FUSION", "PARENTS"]
-
 # Models whose forward calls conv_norm_out and then conv_act on its result.
 PARENTS: tuple[type[nn.Module], ...] = (
     UNet2DConditionModel,

@@ -39,9 +39,6 @@ from sdfastgn.patches.layers.video import add_into, channels_into, images_of, is
 from sdfastgn.patches.swap.fusion import ClassSwap, drops_nothing, is_unhooked
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["FUSIONS"]
-
-
 # --- what may run fused -----------------------------------------------------------------------------
 
 

@@ -16,8 +16,6 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.swap.fusion import ClassSwap
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["FUSION", "MOST_PIXELS", "FusedDecoder"]
-
 # Maximum number of pixels in a slice. Images with more pixels are decoded one by one.
 MOST_PIXELS = 1024**2
 

@@ -20,8 +20,6 @@ from sdfastgn.patches.layers.tokens import linear_geglu
 from sdfastgn.patches.swap.fusion import ClassSwap, layer_of
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["FUSION", "FusedGEGLU"]
-
 
 class FusedGEGLU(GEGLU):
     """``GEGLU``: a matrix product, then one kernel for the bias, GELU and the product of both halves.

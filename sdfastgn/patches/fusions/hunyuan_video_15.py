@@ -57,8 +57,6 @@ try:
 except ImportError:  # a diffusers before HunyuanImage's refiner
     _refiner = None
 
-__all__ = ["FUSIONS"]
-
 
 def _is_pointwise(conv: Any, x: Tensor) -> bool:
     """True if ``conv`` is a plain 1x1x1 convolution that ``_pointwise`` can run on x (N, C, T, H, W)."""

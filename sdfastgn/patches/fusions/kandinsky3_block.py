@@ -25,8 +25,6 @@ from sdfastgn.patches.lora.merged_adapters import plain_layer
 from sdfastgn.patches.swap.fusion import IDENTITY, ClassSwap, activation_reason, is_unhooked
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["BLOCK", "NORM", "RESNET_BLOCK"]
-
 
 def _norm_act(
     norm: Any, act: nn.Module, x: Tensor, context: Tensor, bias: Tensor | None = None

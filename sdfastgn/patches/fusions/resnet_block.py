@@ -26,8 +26,6 @@ from sdfastgn.patches.swap.fusion import (
 )
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["FUSION", "FusedResnetBlock2D"]
-
 
 class FusedResnetBlock2D(ResnetBlock2D):
     """``ResnetBlock2D``, with each norm and the activation after it in one kernel.

@@ -20,8 +20,6 @@ from sdfastgn.patches.layers.statistics import add, add_bias
 from sdfastgn.patches.swap.fusion import ClassSwap, activation_reason, dropped_out, layer_of
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["FUSION"]
-
 
 class FusedResnetBlockCondNorm2D(ResnetBlockCondNorm2D):
     """``ResnetBlockCondNorm2D``. input_tensor (N, C, H, W) -> (N, C_out, H, W).

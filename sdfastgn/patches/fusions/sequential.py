@@ -18,8 +18,6 @@ from sdfastgn.patches.swap.class_forward import change_class
 from sdfastgn.patches.swap.fusion import ClassSwap, activation_of, foreign_override, restore_class
 from sdfastgn.patches.swap.tested_sources import TestedSource
 
-__all__ = ["FOLD_BATCH_NORM", "FUSION", "FusedSequential"]
-
 
 class FusedSequential(nn.Sequential):
     """``nn.Sequential`` that runs pairs of its children together.

@@ -28,8 +28,6 @@ from sdfastgn.patches.layers.video import (
 from sdfastgn.patches.swap.fusion import IDENTITY, ClassSwap, is_unhooked
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["FUSION", "SOURCE", "spatial_norm_act"]
-
 
 def spatial_norm_act(
     norm: Any, act: nn.Module, x: Tensor, latents: Any, shift: Tensor | None = None

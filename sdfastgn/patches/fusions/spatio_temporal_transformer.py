@@ -41,8 +41,6 @@ from sdfastgn.patches.layers.video import is_plain_inference
 from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["FUSION", "FusedTransformerSpatioTemporalModel"]
-
 
 class FusedTransformerSpatioTemporalModel(TransformerSpatioTemporalModel):
     """``TransformerSpatioTemporalModel`` without copies of the image.

@@ -39,17 +39,6 @@ from sdfastgn.patches.lora.merged_adapters import adopt, is_allowed, plain_layer
 from sdfastgn.patches.swap.class_forward import has_foreign_forward
 from sdfastgn.patches.swap.fusion import activation_of, stock_class
 
-__all__ = [
-    "Parts",
-    "decode",
-    "merges_now",
-    "reason_now",
-    "reason_of_adapters",
-    "reason_to_skip",
-    "runs_now",
-    "scale_of",
-]
-
 # Bytes that the feature maps in memory may take together. For an image of 2048^2 pixels in 16 bits this is
 # enough to keep a map of each resolution of Stable Diffusion's decoder, together with the map that it is
 # computed from.

@@ -39,19 +39,6 @@ from sdfastgn.patches.layers.statistics import add, add_bias, take_statistics
 from sdfastgn.patches.lora.merged_adapters import plain_layer
 from sdfastgn.patches.swap.fusion import activation_of, stock_class
 
-__all__ = [
-    "Held",
-    "Layer",
-    "Out",
-    "OutParts",
-    "Resnet",
-    "ResnetParts",
-    "Upsample",
-    "UpsampleParts",
-    "hold",
-    "write",
-]
-
 # A map of H rows is divided into at most ceil(H / LEAST_ROWS) strips. In much thinner strips, too many of the
 # computed rows would be halo.
 LEAST_ROWS = 32

@@ -26,8 +26,6 @@ from sdfastgn.patches.layers.video import is_plain_inference
 from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["FUSION", "SPATIO_TEMPORAL", "FusedSpatioTemporalResBlock", "FusedTemporalResnetBlock"]
-
 
 class FusedTemporalResnetBlock(TemporalResnetBlock):
     """``TemporalResnetBlock``, with each norm and the activation after it in one kernel.

@@ -36,16 +36,6 @@ from sdfastgn.patches.layers.video import is_plain_inference
 from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked, stock_class
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = [
-    "FUSION",
-    "MOTION",
-    "FusedAnimateDiffTransformer3D",
-    "FusedTransformerTemporalModel",
-    "attends_over_frames",
-    "image_of",
-    "tokens_of",
-]
-
 
 class FusedTransformerTemporalModel(TransformerTemporalModel):
     """``TransformerTemporalModel`` without copies of the image.

@@ -37,8 +37,6 @@ try:
 except ImportError:  # a diffusers before Flux2
     AutoencoderKLFlux2 = AutoencoderKL
 
-__all__ = ["FUSION"]
-
 # Classes with the same ``_decode`` and ``tiled_decode``.
 _VAES: tuple[type[nn.Module], ...] = tuple(dict.fromkeys((AutoencoderKL, AutoencoderKLFlux2)))
 _ENTRY = "tiled_decode"

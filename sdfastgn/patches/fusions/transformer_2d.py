@@ -19,8 +19,6 @@ from sdfastgn.patches.layers.statistics import add
 from sdfastgn.patches.swap.fusion import ClassSwap, layer_of
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["FUSION", "FusedTransformer2DModel"]
-
 
 class FusedTransformer2DModel(Transformer2DModel):
     """``Transformer2DModel`` whose output, if it is an image, is channels-last."""

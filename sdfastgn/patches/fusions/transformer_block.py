@@ -42,11 +42,9 @@ from sdfastgn.patches.layers.tokens import (
     is_plain_norm,
     norm,
 )
-from sdfastgn.patches.lora.merged_adapters import wrapped_layer
+from sdfastgn.patches.lora.wrappers import wrapped_layer
 from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked, layer_of, stock_class
 from sdfastgn.patches.swap.tested_sources import tested
-
-__all__ = ["FUSION", "FusedBasicTransformerBlock", "layers_of"]
 
 
 class FusedBasicTransformerBlock(BasicTransformerBlock):

@@ -23,8 +23,6 @@ from sdfastgn.patches.layers.statistics import cat
 from sdfastgn.patches.swap.fusion import ClassSwap
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["CROSS_ATTENTION", "FUSION", "FusedCrossAttnUpBlock2D", "FusedUpBlock2D", "runs_fused", "upsample"]
-
 
 class FusedUpBlock2D(UpBlock2D):
     """``UpBlock2D`` with a faster concatenation.

@@ -20,8 +20,6 @@ from sdfastgn.patches.layers.upsampling import conv_of_upsampled
 from sdfastgn.patches.swap.fusion import ClassSwap
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["FUSION", "FusedUpsample2D"]
-
 
 class FusedUpsample2D(Upsample2D):
     """``Upsample2D``. hidden_states (N, C, H, W) -> (N, C_out, 2H, 2W), channels-last.

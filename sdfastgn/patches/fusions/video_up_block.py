@@ -18,8 +18,6 @@ from sdfastgn.patches.layers.statistics import cat
 from sdfastgn.patches.swap.fusion import ClassSwap
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["FUSIONS"]
-
 
 class FusedUpBlockSpatioTemporal(UpBlockSpatioTemporal):
     """``UpBlockSpatioTemporal`` with a faster concatenation.

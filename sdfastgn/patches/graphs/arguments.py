@@ -19,20 +19,6 @@ from sdfastgn.kernels.common.private import copy_each, default_device, sdp_prior
 from sdfastgn.patches.graphs.factors import Factor, is_number
 from sdfastgn.patches.swap.numpy_numbers import is_numpy_constant
 
-__all__ = [
-    "Call",
-    "Number",
-    "Unsupported",
-    "clone_of",
-    "global_state",
-    "is_plain",
-    "lists_in",
-    "mapped",
-    "static_copy",
-    "structure_of",
-    "tensors_in",
-]
-
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (list, tuple, dict)
 

@@ -29,19 +29,6 @@ from sdfastgn.patches.graphs.arguments import (
 from sdfastgn.patches.graphs.watch import Watch
 from sdfastgn.patches.lora.merged_adapters import frozen
 
-__all__ = [
-    "AnyGraph",
-    "Backend",
-    "CudaBackend",
-    "Graph",
-    "Handle",
-    "backend_of",
-    "capture_call",
-    "is_idle",
-    "pool_sizes",
-    "run_on_copies",
-]
-
 # PyTorch's id of the memory that belongs to no pool of CUDA graphs.
 _NO_POOL = (0, 0)
 

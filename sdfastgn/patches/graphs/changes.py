@@ -13,8 +13,6 @@ import torch
 
 from sdfastgn.patches.swap.numpy_numbers import is_numpy_constant
 
-__all__ = ["Place", "changed", "difference_of", "joined", "tensor_in_words"]
-
 # Classes whose values are shown. Values of other classes are not, because their ``repr`` may run any code.
 _SHOWN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 _SHOWN_CONTAINERS = (list, tuple, set, dict)

@@ -24,19 +24,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sdfastgn.kernels.common.private import expiring, is_expired, version_of
 from sdfastgn.patches.graphs.changes import Place, changed, difference_of, tensor_in_words
 
-__all__ = [
-    "Attributes",
-    "Cells",
-    "Empty",
-    "Identities",
-    "Kinds",
-    "Memory",
-    "Numbers",
-    "Types",
-    "Values",
-    "Writes",
-]
-
 # Python 3.10 has no operator.call.
 _call: Callable[..., Any] = getattr(operator, "call", lambda function, argument: function(argument))
 _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr

@@ -31,8 +31,6 @@ from sdfastgn.patches.swap.fusion import stock_class
 from sdfastgn.patches.swap.numpy_numbers import is_numpy_real
 from sdfastgn.patches.swap.tested_sources import TestedSource, tested, unknown_source
 
-__all__ = ["Factor", "Factors", "Reader", "is_number", "is_tested", "readers"]
-
 _WIDE = (torch.float64, torch.complex128)
 _PRODUCTS = (Tensor.mul, torch.mul)
 

@@ -34,21 +34,6 @@ from sdfastgn.patches.swap.class_forward import (
 )
 from sdfastgn.patches.swap.instance_entries import InstanceEntry, guard, unguard
 
-__all__ = [
-    "INFERENCE_MODES",
-    "MODES",
-    "Graphs",
-    "graphed_of",
-    "inspect",
-    "install",
-    "outermost",
-    "place_in",
-    "remove",
-    "set_mode",
-    "sharing",
-    "wait_for_gpus",
-]
-
 # The values of ``optimize``'s option ``cuda_graphs``. Only with "training" can calls with gradients become
 # graphs.
 INFERENCE_MODES = ("auto", True, False)

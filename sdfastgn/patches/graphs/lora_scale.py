@@ -20,8 +20,6 @@ from sdfastgn.patches.graphs.models import lora_scale_of
 from sdfastgn.patches.lora.adapter_sources import is_class_of_scales
 from sdfastgn.patches.lora.adapter_survey import Survey
 
-__all__ = ["LoraScale"]
-
 _ITEM = "scale"
 
 

@@ -14,22 +14,6 @@ from sdfastgn.patches.graphs.factors import is_tested
 from sdfastgn.patches.layout import channels_last
 from sdfastgn.patches.swap.fusion import stock_class
 
-__all__ = [
-    "METHODS",
-    "is_graphable",
-    "is_harmless",
-    "method_of",
-    "numbers_of",
-    "reason_for",
-    "reason_in_training",
-    "reason_now",
-    "reason_without_graphs",
-    "scratch_of",
-    "switched",
-    "switches_of",
-    "takes_gigabytes",
-]
-
 # The argument ``timestep`` of models whose forward converts a float timestep to an fp64 tensor.
 _TIMESTEP = {"timestep": Number(1, torch.float64)}
 # UNets for video: full name of the class -> its arguments that may be numbers. The graphs of these UNets and

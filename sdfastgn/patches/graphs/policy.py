@@ -18,8 +18,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sdfastgn.patches.graphs.arguments import Unsupported
 from sdfastgn.patches.swap.class_forward import is_offloaded_whole
 
-__all__ = ["FEW_CALLS", "NO_MEMORY", "Policy"]
-
 # The reason given for calls that run eagerly because memory was too short for graphs.
 NO_MEMORY = "memory was short"
 # The reason given for an offloaded model's second to sixth call of a kind, which are too early for a capture.

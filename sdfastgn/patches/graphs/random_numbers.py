@@ -17,8 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.patches.graphs.arguments import Unsupported
 
-__all__ = ["undrawn"]
-
 
 class _DrawsError(Exception):
     """Raised when an operation is about to draw random numbers."""

@@ -10,8 +10,6 @@ from sdfastgn.patches.graphs.capture import AnyGraph, Backend
 from sdfastgn.patches.graphs.watch import Watch
 from sdfastgn.patches.lora.adapter_survey import Survey
 
-__all__ = ["MAX_GRAPHS", "Store"]
-
 # Maximum number of graphs that one module may have. Each graph is for one kind of call.
 MAX_GRAPHS = 8
 

@@ -29,8 +29,6 @@ from sdfastgn.patches.graphs.capture import Backend
 from sdfastgn.patches.graphs.watch import Watch
 from sdfastgn.patches.lora.adapter_survey import Survey
 
-__all__ = ["Flags", "TrainingGraph"]
-
 _requires_grad_of = attrgetter("requires_grad")
 
 

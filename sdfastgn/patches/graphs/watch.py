@@ -66,8 +66,6 @@ from sdfastgn.patches.swap.class_forward import has_foreign_forward, is_offloade
 from sdfastgn.patches.swap.instance_entries import GUARDS
 from sdfastgn.patches.swap.numpy_numbers import is_numpy_constant
 
-__all__ = ["TRUSTED", "Watch", "attributes_of", "hooks_of"]
-
 # Packages whose forwards read state only from tensors and attributes. Code of other packages may read global
 # variables, which a Watch does not find.
 TRUSTED = sys.stdlib_module_names | {

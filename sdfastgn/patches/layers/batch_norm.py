@@ -20,8 +20,6 @@ from sdfastgn.patches.layers.convolution import is_plain_conv
 from sdfastgn.patches.swap.class_forward import change_class
 from sdfastgn.patches.swap.fusion import foreign_override, is_unhooked, register_fused, restore_class
 
-__all__ = ["FoldedBatchNorm2d", "fold_into", "foldable", "folded_conv", "is_folded", "unfold"]
-
 
 class FoldedBatchNorm2d(nn.BatchNorm2d):
     """``nn.BatchNorm2d`` without changes. The class marks a norm that ``FusedSequential`` may fold."""

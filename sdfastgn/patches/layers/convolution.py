@@ -20,15 +20,6 @@ from sdfastgn.kernels.product.op import linear
 from sdfastgn.patches.lora.merged_adapters import plain_layer
 from sdfastgn.patches.swap.fusion import is_unhooked, parameters_of
 
-__all__ = [
-    "conv_relu",
-    "conv_without_bias",
-    "is_plain_conv",
-    "keeps_size",
-    "pointwise",
-    "pointwise_tokens",
-]
-
 # cuDNN fuses convolution, bias and ReLU only if the numbers of channels are multiples of this number, so that
 # the channels of a pixel are a multiple of 16 bytes.
 _CUDNN_CHANNELS = 8

@@ -17,8 +17,6 @@ from sdfastgn.patches.layers.rounding import rounded
 from sdfastgn.patches.layers.statistics import take_statistics
 from sdfastgn.patches.swap.fusion import ClassSwap, activation_of, is_unhooked, parameters_of, stock_class
 
-__all__ = ["FUSION", "FusedGroupNorm", "fused_activation", "fused_norm", "norm_act", "norm_tokens"]
-
 
 class FusedGroupNorm(nn.GroupNorm):
     """``nn.GroupNorm`` on sdfastgn's kernel. The result has the input's layout.

@@ -27,8 +27,6 @@ from sdfastgn.patches.swap.fusion import (
 )
 from sdfastgn.patches.swap.tested_sources import TestedSource
 
-__all__ = ["FUSION", "FusedGroupNorm32", "FusedGroupNormAct", "SubclassSwap"]
-
 
 class _MadeLater(FusedGroupNorm):
     """Base class of the fused classes. It makes their instances picklable.

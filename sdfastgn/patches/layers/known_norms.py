@@ -16,8 +16,6 @@ from torch import nn
 
 from sdfastgn.patches.swap.tested_sources import definition_of, hash_of
 
-__all__ = ["CAST", "NORM_ACT", "kind_of", "known_base"]
-
 # GroupNorm32 of guided-diffusion and Latent Diffusion. It casts x to fp32, normalizes, and casts back.
 CAST = "cast"
 # timm's GroupNormAct and GroupNorm1Act. They normalize, then call their child ``drop``, then ``act``.

@@ -20,8 +20,6 @@ from sdfastgn.kernels.product.op import linear as product
 from sdfastgn.patches.lora.merged_adapters import plain_layer
 from sdfastgn.patches.swap.fusion import activation_of, is_unhooked, parameters_of
 
-__all__ = ["call_linear", "fused_linear", "is_plain_linear", "linear_of", "parameters_of_plain"]
-
 
 def is_plain_linear(module: nn.Module) -> bool:
     """True if calling ``module`` runs one matrix product, adds its bias and does nothing else.

@@ -26,8 +26,6 @@ from sdfastgn.kernels.common.private import revived
 from sdfastgn.kernels.product import packed
 from sdfastgn.patches.swap.fusion import is_unhooked
 
-__all__ = ["Parameters", "is_one_product", "joined", "pack", "plain_parameters", "unpack"]
-
 # Module that owns the linear layers -> weak reference to the allocation with their weights. The reference is
 # not kept in the module's ``__dict__``, so that it is neither copied nor pickled.
 _allocations: weakref.WeakKeyDictionary[nn.Module, StorageWeakRef] = weakref.WeakKeyDictionary()

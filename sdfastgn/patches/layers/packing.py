@@ -14,19 +14,6 @@ from torch import Tensor
 
 from sdfastgn.kernels.common.layout import empty_laid_out
 
-__all__ = [
-    "Cell",
-    "add_means",
-    "add_repeated",
-    "cells_of",
-    "downsampled",
-    "means_of",
-    "pack_sum",
-    "packed",
-    "unpack_sum",
-    "upsampled",
-]
-
 # The size of a cell: (t, h, w).
 Cell = tuple[int, int, int]
 

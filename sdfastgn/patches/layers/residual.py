@@ -19,8 +19,6 @@ from sdfastgn.patches.layers.linear import fused_linear, linear_of
 from sdfastgn.patches.lora.merged_adapters import plain_layer
 from sdfastgn.patches.swap.fusion import parameters_of
 
-__all__ = ["NO_EMBEDDING", "Embedding", "conv_norm_act"]
-
 
 class Embedding(NamedTuple):
     """A time embedding, and how a residual block of C channels uses it.

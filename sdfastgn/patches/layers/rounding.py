@@ -18,10 +18,8 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.layers.convolution import is_plain_conv
 from sdfastgn.patches.layers.linear import is_plain_linear
-from sdfastgn.patches.lora.merged_adapters import is_wrapper
+from sdfastgn.patches.lora.wrappers import is_wrapper
 from sdfastgn.patches.swap.fusion import is_unhooked, parameters_of
-
-__all__ = ["rounded"]
 
 T = TypeVar("T")
 

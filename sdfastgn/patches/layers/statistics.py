@@ -30,8 +30,6 @@ from sdfastgn.kernels.common.layout import is_channels_last, is_dense
 from sdfastgn.kernels.statistics.config import statistics_pay
 from sdfastgn.kernels.statistics.op import add_kernel, cat_kernel
 
-__all__ = ["add", "add_bias", "as_video", "blend", "cat", "emits", "store_statistics", "take_statistics"]
-
 
 class _Key(weakref.ref[Tensor]):
     """Weak reference to a tensor. It still has the tensor's ``id`` after the tensor was freed."""

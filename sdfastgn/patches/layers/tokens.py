@@ -22,7 +22,8 @@ from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.fp8 import product as fp8_product
 from sdfastgn.patches.layers.linear import parameters_of_plain
 from sdfastgn.patches.layers.rounding import rounded
-from sdfastgn.patches.lora.merged_adapters import plain_layer, wrapped_layer
+from sdfastgn.patches.lora.merged_adapters import plain_layer
+from sdfastgn.patches.lora.wrappers import wrapped_layer
 from sdfastgn.patches.swap.fusion import (
     dropped_out,
     drops_nothing,
@@ -31,8 +32,6 @@ from sdfastgn.patches.swap.fusion import (
     parameters_of,
     stock_class,
 )
-
-__all__ = ["add_feed_forward", "add_norm", "grouped_norm", "is_plain_norm", "linear_geglu", "norm"]
 
 # In training a norm runs in the kernel only if its input has at least this many elements. For fewer elements
 # the kernel saves less time on the GPU than it costs on the CPU: its autograd node is written in Python and

@@ -24,8 +24,6 @@ from sdfastgn.patches.layers.convolution import conv_without_bias, is_plain_conv
 from sdfastgn.patches.layers.statistics import add_bias, emits, store_statistics
 from sdfastgn.patches.lora.merged_adapters import plain_layer
 
-__all__ = ["conv_of_upsampled", "convolves_at_low_resolution"]
-
 
 def conv_of_upsampled(conv: Any, x: Tensor) -> Tensor:
     """Upsamples x (N, C, H, W), channels-last, by two (nearest neighbor), and applies ``conv``."""

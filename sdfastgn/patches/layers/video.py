@@ -23,27 +23,6 @@ from sdfastgn.patches.layers.group_norm import FusedGroupNorm
 from sdfastgn.patches.layers.statistics import add_bias, take_statistics
 from sdfastgn.patches.swap.fusion import activation_of, activation_reason, is_unhooked
 
-__all__ = [
-    "NORMS",
-    "FusedRMSNorm",
-    "activation_reason_of",
-    "add_into",
-    "can_fuse",
-    "channels_into",
-    "convolve_padded",
-    "images_of",
-    "in_channels_last",
-    "is_faster_in_2d",
-    "is_plain_conv3d",
-    "is_plain_inference",
-    "is_product",
-    "is_upsampled_exactly",
-    "norm_of",
-    "norm_operands",
-    "product_of",
-    "video_of",
-]
-
 # Stock and fused classes of norms that compute the same as ``WanRMS_norm``. Files such as
 # ``hunyuan_video_15.py`` add the classes of their model.
 NORMS: set[type[nn.Module]] = set()

@@ -20,8 +20,6 @@ from sdfastgn.patches.layers.video import (
 )
 from sdfastgn.patches.swap.fusion import is_unhooked
 
-__all__ = ["WRAPPERS", "FusedWrapper", "convolve", "is_plain_wrapper"]
-
 # Stock and fused classes of modules that pad a video and call an ``nn.Conv3d``. Files such as
 # ``hunyuan_video_15.py`` add the classes of their model.
 WRAPPERS: set[type[nn.Module]] = set()

@@ -33,20 +33,6 @@ from sdfastgn.patches.swap.class_forward import accelerate_hooks
 from sdfastgn.patches.swap.hooks import layout_hook, remove_hooks
 from sdfastgn.patches.swap.instance_entries import unguard
 
-__all__ = [
-    "apply",
-    "converted_weights",
-    "convertible_modules",
-    "is_complete",
-    "is_entry",
-    "is_exit",
-    "laid_out",
-    "lay_out_weights",
-    "restore",
-    "stock_strides",
-    "unconverted_weights",
-]
-
 # Key in the ``__dict__`` of a converted convolution. Its value is (shape, strides) of the stock weight.
 # Deep copies and pickles of the convolution have this entry too.
 _STOCK_LAYOUT = "_sdfastgn_stock_layout"

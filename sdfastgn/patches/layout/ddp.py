@@ -13,8 +13,6 @@ from collections.abc import Iterable
 import torch.distributed
 from torch import nn
 
-__all__ = ["is_in_ddp"]
-
 
 def is_in_ddp(roots: Iterable[nn.Module]) -> bool:
     """True if a DistributedDataParallel that still exists contains a parameter of one of the ``roots``."""

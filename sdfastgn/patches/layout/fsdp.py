@@ -10,8 +10,6 @@ from collections.abc import Iterable
 import torch.distributed
 from torch import nn
 
-__all__ = ["modules_in_fsdp"]
-
 
 def modules_in_fsdp(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """The modules that FSDP shards, by ``fully_shard`` or ``FullyShardedDataParallel``, and all in them."""

@@ -23,8 +23,6 @@ from torch import nn
 
 from sdfastgn.patches.swap.fusion import Fusion
 
-__all__ = ["SLOW_BORDERS", "pads_quickly", "reason_of_cudnn", "reason_to_leave"]
-
 # The versions of cuDNN whose 3-D convolutions in bf16 are wrong or need more memory: from 9.8, before 9.15.
 # The numbers are as in ``torch.backends.cudnn.version()``.
 _BAD_CUDNN = range(90800, 91500)

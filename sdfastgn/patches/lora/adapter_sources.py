@@ -1,6 +1,6 @@
-"""Finds the tensors and scales from which ``merged_adapters.py`` computes merged weights.
+"""Finds the *source* of a wrapper: the tensors and scales from which its merged weight is computed.
 
-That file explains the terms *wrapper* (peft's layer), *stand-in* and *merged weights*.
+``wrappers.py`` says what a wrapper is, and ``merged_adapters.py`` what a merged weight is.
 """
 
 from __future__ import annotations
@@ -14,17 +14,6 @@ from sdfastgn.kernels.common.private import version_of
 from sdfastgn.patches.swap.fusion import is_unhooked
 from sdfastgn.patches.swap.hooks import LAYOUT_HOOKS
 from sdfastgn.patches.swap.numpy_numbers import is_numpy_real
-
-__all__ = [
-    "OF_CONV",
-    "Source",
-    "active_adapters",
-    "adapter_of",
-    "is_class_of_scales",
-    "is_plain_adapter",
-    "source_of",
-    "state_of",
-]
 
 # Settings of a convolution. The adapter's first convolution (A), and the stand-in that runs with merged
 # weights, must have the same settings as the wrapped convolution.

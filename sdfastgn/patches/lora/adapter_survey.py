@@ -1,4 +1,7 @@
-"""Keeps the merged weights of a whole model up to date for its CUDA graphs (``merged_adapters.py``)."""
+"""Makes a *survey* of a model: all its wrappers, whose merged weights are compared and written at once.
+
+CUDA graphs and plans need it, because they read merged weights without running wrappers.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,10 @@ from sdfastgn.patches.lora.adapter_sources import (
     source_of,
 )
 from sdfastgn.patches.lora.contents import Contents
-from sdfastgn.patches.lora.merged_adapters import PEFT, adopt, runs_merged, unfuse
+from sdfastgn.patches.lora.merged_adapters import adopt, runs_merged, unfuse
 from sdfastgn.patches.lora.merged_weights import Record, is_record_of, read_on, records, write_prepared
 from sdfastgn.patches.lora.prepared_adapters import PreparedLayer
+from sdfastgn.patches.lora.wrappers import PEFT
 
 # Indices of the addresses of tensors and of merged weights in the list that ``_objects_now`` returns.
 _ADDRESSES, _MERGED = 3, 4

@@ -18,17 +18,6 @@ from sdfastgn.patches.lora.merged_adapters import has_new, is_allowed, waits, wh
 from sdfastgn.patches.swap.exclusive import call_entry
 from sdfastgn.patches.swap.fusion import stock_class
 
-__all__ = [
-    "WRAPPED",
-    "adapted_layers",
-    "adapter_reason",
-    "has_adapters",
-    "is_adapted",
-    "reason_not_merged",
-    "takes_adapters",
-    "unmerged_layers",
-]
-
 # peft's names for the model's own layer inside a wrapper. All other children belong to the adapter.
 # ``base_layer``: the adapter adds its result to the layer's result.
 # ``original_module``: the adapter trains a copy of the whole layer.

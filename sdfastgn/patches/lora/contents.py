@@ -22,8 +22,6 @@ from torch import Tensor
 
 from sdfastgn.kernels.checksum.op import Checksums
 
-__all__ = ["Calls", "Contents"]
-
 # Number of comparisons that together read a large weight. For SDXL's UNet one comparison then reads about 100
 # MB, which takes less than a thousandth of a step. An image of about 30 steps reads all weights.
 WINDOWS = 32

@@ -1,9 +1,8 @@
-"""Runs a layer with LoRA adapters as one plain layer, whose weight is W + the sum of scale * B @ A.
+"""Gives a wrapper a *stand-in*: one plain layer, whose *merged weight* is W + the sum of scale * B @ A.
 
-peft replaces a layer of the model by a *wrapper*, which calls the layer and two small layers for each
-adapter. Here the wrapper gets a *stand-in*: a plain ``nn.Linear`` or ``nn.Conv2d`` with the merged weight in
-separate memory. Fused code gets the stand-in from ``plain_layer``, and the wrapper's own ``forward`` also
-runs it. The model's parameters are never changed.
+``wrappers.py`` says what a wrapper is. A stand-in is an ``nn.Linear`` or ``nn.Conv2d`` with separate memory.
+Fused code gets the stand-in from ``plain_layer``, and the wrapper's own ``forward`` also runs it. The model's
+parameters are never changed.
 
 ``adopt`` gives a wrapper its stand-in, and a class of ``peft_layers.py``. Each call checks whether the merged
 weight is up to date. It compares the active adapters, their scales, and the identity, address and version of
@@ -23,7 +22,6 @@ for which ``source_of`` returns a reason, such as other code's hooks, dropout or
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -46,11 +44,10 @@ from sdfastgn.patches.lora.merged_weights import (
     records,
     write,
 )
+from sdfastgn.patches.lora.wrappers import has_subclass, is_wrapper, subclasses
 from sdfastgn.patches.swap.class_forward import change_class
 from sdfastgn.patches.swap.fusion import restore_class
 
-# The Python module in which peft defines its wrappers for LoRA.
-PEFT = "peft.tuners.lora.layer"
 _NO_MEMORY = "there was no memory for merged weights"
 
 # Wrapper -> all wrappers of the same model.
@@ -62,9 +59,6 @@ _short: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 # Model -> the configurations of its adapters when ``adopt_new`` last looked. They are kept alive, so that no
 # other configuration gets their ids.
 _adopted: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
-# The classes of ``peft_layers.py``, which ``adopt`` and ``_adopt_for_training`` give to wrappers. Empty until
-# that file is imported.
-_classes: tuple[type, ...] = ()
 # True inside of ``frozen``: while a graph is captured, merged weights may be read, but must not be written.
 _is_frozen: ContextVar[bool] = ContextVar("sdfastgn_frozen_adapters", default=False)
 # The factor by which the running call multiplies the scales of all adapters. It comes from the arguments of
@@ -150,28 +144,9 @@ def _contents_of(sources: Iterable[Source]) -> Contents:
 # ---- which layers
 
 
-def know(classes: Iterable[type]) -> None:
-    """Record the classes of ``peft_layers.py``, which calls this when it is imported."""
-    global _classes
-    _classes = tuple(classes)
-
-
 def is_merged(layer: Any) -> bool:
     """True if ``layer`` is a wrapper with a stand-in: a plain layer with merged weights."""
-    return type(layer) in _classes and layer in records
-
-
-def is_wrapper(layer: Any) -> bool:
-    """True if ``layer`` is peft's wrapper for LoRA around a linear layer or 2-D convolution.
-
-    Its class is peft's, or the subclass of peft's class that sdfastgn gave it (``peft_layers.py``).
-    """
-    return _kind_of(layer) is not None
-
-
-def wrapped_layer(layer: Any) -> Any:
-    """The layer inside of ``layer``, if ``layer`` is a wrapper; else ``layer`` itself."""
-    return layer._modules["base_layer"] if is_wrapper(layer) else layer
+    return has_subclass(layer) and layer in records
 
 
 def is_allowed(module: nn.Module) -> bool:
@@ -183,7 +158,7 @@ def why_not(layer: Any) -> str | None:
     """Why the wrapper ``layer`` cannot run with merged weights; None if it can."""
     if layer in _short:
         return _NO_MEMORY
-    if _kind_of(layer) is None:
+    if not is_wrapper(layer):
         return "its kind of adapter is not merged"
     found = source_of(layer)
     return found if isinstance(found, str) else None
@@ -237,18 +212,6 @@ def must_release(root: nn.Module, merges: bool) -> bool:
     return not merges and any(map(is_merged, root.modules()))
 
 
-def _kind_of(layer: Any) -> type | None:
-    """The class of ``layer``, if it is peft's wrapper for LoRA around a linear layer or 2-D convolution.
-
-    This is peft's class, or the class of ``peft_layers.py`` that sdfastgn gave it. None for all other layers.
-    """
-    if type(layer) in _classes:
-        return type(layer)
-    kind = type(layer)
-    is_known = kind.__module__ == PEFT and kind.__qualname__ in ("Linear", "Conv2d")
-    return kind if is_known else None
-
-
 # ---- what runs
 
 
@@ -258,7 +221,7 @@ def plain_layer(layer: Any) -> Any:
     If ``layer`` is a wrapper with LoRA adapters that can run merged, this is its stand-in: a plain layer
     whose merged weights are up to date. Otherwise it is ``layer`` itself.
     """
-    if type(layer) not in _classes:
+    if not has_subclass(layer):
         return layer
     found = merged_layer(layer)
     return layer if found is None else found
@@ -340,7 +303,7 @@ def _outdated_siblings(group: _Siblings, layer: nn.Module, factor: float) -> lis
     """
     found = []
     for other in group.layers:
-        if other is layer or type(other) not in _classes or other in _off or other in _short:
+        if other is layer or not has_subclass(other) or other in _off or other in _short:
             continue
         source, record = source_of(other), records.get(other)
         if isinstance(source, Source) and runs_merged(source.weight):
@@ -383,10 +346,9 @@ def adopt(root: nn.Module) -> list[nn.Module]:
     A wrapper is peft's layer, and its stand-in is a plain layer with merged weights. Where no kernels run,
     nothing is done. If there is not enough memory for all stand-ins, no wrapper gets one.
     """
-    if PEFT not in sys.modules or root in _off:
+    own = subclasses()
+    if not own or root in _off:
         return []
-    from sdfastgn.patches.lora.peft_layers import MERGED
-
     with changing:
         found = [(m, s) for m in root.modules() if (s := _source_to_adopt(m)) is not None]
         layers = [layer for layer, _ in found]
@@ -402,8 +364,8 @@ def adopt(root: nn.Module) -> list[nn.Module]:
             _short.update(layers)
             return []
         for layer, _ in missing:
-            if type(layer) in MERGED:
-                change_class(layer, MERGED[type(layer)])
+            if type(layer) in own:
+                change_class(layer, own[type(layer)])
         for module in root.modules() if missing else ():
             if hasattr(module, "pack_merged"):
                 module.pack_merged()  # type: ignore[operator]
@@ -419,18 +381,15 @@ def _adopt_for_training(root: nn.Module) -> None:
 
     In calls with gradients this class runs the code of ``trained_adapters.py``, in others peft's code.
     """
-    if PEFT not in sys.modules:
-        return
-    from sdfastgn.patches.lora.peft_layers import MERGED
-
-    for module in root.modules():
-        source = source_of(module) if type(module) in MERGED else ""
+    own = subclasses()
+    for module in root.modules() if own else ():
+        source = source_of(module) if type(module) in own else ""
         if isinstance(source, Source) and type(source.base) is nn.Linear and runs_merged(source.weight):
-            change_class(module, MERGED[type(module)])
+            change_class(module, own[type(module)])
 
 
 def _source_to_adopt(module: nn.Module) -> Source | None:
-    if _kind_of(module) is None or module in _off or module in _short:
+    if not is_wrapper(module) or module in _off or module in _short:
         return None
     source = source_of(module)
     if isinstance(source, str):
@@ -444,7 +403,7 @@ def stand_in_of(layer: Any) -> Any:
 
     ``layer`` itself if it has no stand-in.
     """
-    record = records.get(layer) if type(layer) in _classes else None
+    record = records.get(layer) if has_subclass(layer) else None
     return layer if record is None else record.layer
 
 
@@ -453,7 +412,7 @@ def release(root: nn.Module) -> None:
     the merged weights.
     """
     for module in root.modules():
-        if type(module) in _classes:
+        if has_subclass(module):
             restore_class(module)
         leave(module)
 

@@ -1,7 +1,6 @@
-"""Allocates, writes and frees merged weights.
+"""Allocates, writes and frees the merged weights of stand-ins (``merged_adapters.py``).
 
-``merged_adapters.py`` explains *wrapper*, *stand-in* and *merged weights*, and decides which layers have
-them. The current stream writes the weights. Before a write, it waits for each other stream that has read
+The current stream writes the weights. Before a write, it waits for each other stream that has read
 merged weights since the last write. Before a read, the reading stream waits for the last write.
 """
 

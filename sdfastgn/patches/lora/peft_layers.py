@@ -14,11 +14,9 @@ from typing import Any
 from peft.tuners.lora import layer as lora
 from torch import nn
 
-from sdfastgn.patches.lora import merged_adapters, merged_weights
+from sdfastgn.patches.lora import merged_adapters, merged_weights, wrappers
 from sdfastgn.patches.lora.trained_adapters import trained
 from sdfastgn.patches.swap.fusion import register_fused
-
-__all__ = ["MERGED", "MergedConv2d", "MergedLinear"]
 
 # Attributes through which other code reaches the weights. It may write into them, so merged weights count as
 # outdated after one of these attributes was read.
@@ -99,7 +97,7 @@ class MergedConv2d(_MergedLayer, lora.Conv2d):
     """``peft.tuners.lora.layer.Conv2d`` that runs with merged weights."""
 
 
-MERGED: dict[type[nn.Module], type[nn.Module]] = {lora.Linear: MergedLinear, lora.Conv2d: MergedConv2d}
-for _stock, _merged in MERGED.items():
+_SUBCLASSES: dict[type[nn.Module], type[nn.Module]] = {lora.Linear: MergedLinear, lora.Conv2d: MergedConv2d}
+for _stock, _merged in _SUBCLASSES.items():
     register_fused(_merged, _stock)
-merged_adapters.know(MERGED.values())
+wrappers.know(_SUBCLASSES)

@@ -1,4 +1,4 @@
-"""What the merged weights of a layer are computed from, prepared once for each layer and adapter.
+"""Prepares the source of a wrapper (``adapter_sources.py``) once for each adapter, whatever its scale.
 
 When other adapters become active, or get other scales, a ``Survey`` (``adapter_survey.py``) only combines
 prepared parts. That is possible while all tensors and layers are as they were when the parts were prepared.
@@ -15,8 +15,6 @@ from sdfastgn.kernels.low_rank.op import Factors, Matrix, Pair, Sum, matrix_of, 
 from sdfastgn.patches.lora.adapter_sources import Source, adapter_of, is_plain_adapter, state_of
 from sdfastgn.patches.lora.merged_weights import Record, bias_factors, bias_or_zeros
 from sdfastgn.patches.swap.fusion import parameters_of
-
-__all__ = ["PreparedLayer"]
 
 
 class _Adapter(NamedTuple):

@@ -33,10 +33,8 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.lora.adapter_sources import Source, source_of
-from sdfastgn.patches.lora.merged_adapters import is_wrapper
+from sdfastgn.patches.lora.wrappers import is_wrapper
 from sdfastgn.patches.swap.fusion import is_unhooked, parameters_of
-
-__all__ = ["adapted", "trained", "trained_sources"]
 
 # Layers run as one if the ranks of all their adapters add up to at most this. The matrix with all B has zeros
 # beside each B. With larger ranks the products with these zeros take more time than one product saves.

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from sdfastgn.patches.offload.offloaded import forget, moving
 from sdfastgn.patches.swap.instance_entries import InstanceEntry, guard, unguard
 
-__all__ = ["Moves", "follow", "follow_moves", "followed_in", "is_followed", "stop_following", "unfollow"]
-
 
 class Moves(InstanceEntry):
     """Replaces the method ``_apply`` of its module, which ``.to()`` and similar methods call.

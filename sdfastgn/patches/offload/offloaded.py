@@ -35,8 +35,6 @@ from sdfastgn.kernels.common.private import is_alone, refers_to
 from sdfastgn.patches.offload.staged_copy import StagedCopy
 from sdfastgn.patches.swap.class_forward import is_offloaded_whole
 
-__all__ = ["forget", "moving"]
-
 # Smallest weight, in bytes, that is staged, and whose memory is kept. For a smaller one, a checksum takes as
 # long as a copy.
 _MIN_BYTES = 2**20

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["until_it_fits"]
-
 
 def until_it_fits(
     run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], free: Callable[[], bool]

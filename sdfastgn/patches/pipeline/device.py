@@ -20,8 +20,6 @@ from torch import nn
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["FUSION"]
-
 # Python modules that define base classes of models. There the property ``device`` returns the device of the
 # model's first parameter.
 _FIRST_PARAMETER = ("diffusers.models.modeling_utils", "transformers.modeling_utils")

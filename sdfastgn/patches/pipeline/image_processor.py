@@ -19,8 +19,6 @@ from torch import Tensor
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["FUSION"]
-
 # Types of device from which images are copied to the CPU.
 _DEVICES = ("cuda",)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -15,8 +15,6 @@ from typing import Any
 
 from sdfastgn.patches.swap.tested_sources import TestedSource, unknown_source
 
-__all__ = ["ObjectFusion"]
-
 _MARK = "_sdfastgn_fusion"  # attribute of a fused class, whose value is the fusion's name
 
 

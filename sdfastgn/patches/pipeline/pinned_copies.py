@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["WAITED_FOR", "PinnedCopies"]
-
 # Types of device for which the CPU waits when it reads from the device or copies pageable memory to it.
 WAITED_FOR = ("cuda",)
 

@@ -39,8 +39,6 @@ from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.pipeline.pinned_copies import PinnedCopies
 from sdfastgn.patches.swap.tested_sources import tested
 
-__all__ = ["FUSION"]
-
 # Schedulers whose ``step`` uses the timestep as an index into a table.
 _INDEX_WITH_IT = (PNDMScheduler, DDIMScheduler, LCMScheduler)
 

@@ -18,16 +18,6 @@ from torch import Tensor, nn
 
 from sdfastgn.patches.swap.instance_entries import InstanceEntry
 
-__all__ = [
-    "MethodEntry",
-    "accelerate_hooks",
-    "change_class",
-    "class_forward",
-    "has_foreign_forward",
-    "is_offloaded_whole",
-    "replace_kept",
-]
-
 # A module's bound method ``forward``, or the ``GraphedForward`` that replaces it.
 Forward = Callable[..., Any]
 

@@ -26,8 +26,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["call_entry", "one_at_a_time", "set_call_entry", "undisturbed"]
-
 # Maximum number of seconds that a change waits for running calls.
 _MAX_WAIT = 30.0
 # Seconds between two looks at the stacks of other threads.

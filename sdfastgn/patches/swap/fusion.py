@@ -12,26 +12,6 @@ from sdfastgn.kernels.common.private import has_any_global_hook
 from sdfastgn.patches.swap.class_forward import change_class, has_foreign_forward
 from sdfastgn.patches.swap.tested_sources import TestedSource, unknown_source
 
-__all__ = [
-    "IDENTITY",
-    "ClassSwap",
-    "Fusion",
-    "activation_of",
-    "activation_reason",
-    "dropped_out",
-    "drops_nothing",
-    "foreign_class",
-    "foreign_override",
-    "is_about",
-    "is_over_fused",
-    "is_unhooked",
-    "layer_of",
-    "parameters_of",
-    "register_fused",
-    "restore_class",
-    "stock_class",
-]
-
 
 class Fusion(Protocol):
     """One entry of the registry (``registry.py``): how to make one kind of module faster.

@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["LAYOUT_HOOKS", "layout_hook", "remove_hooks"]
-
 # The hooks of ``channels_last.py``. They change only the layout of tensors, never values.
 LAYOUT_HOOKS: list[Callable[..., Any]] = []
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["GUARDS", "InstanceEntry", "guard", "unguard"]
-
 
 class InstanceEntry:
     """Base class of entries in a module's ``__dict__`` that belong to this one module.

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import numbers
 
-__all__ = ["is_numpy_constant", "is_numpy_real"]
-
 
 def is_numpy_real(kind: type) -> bool:
     """True for NumPy's classes of integers and of real floating-point numbers."""

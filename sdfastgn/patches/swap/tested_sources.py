@@ -21,24 +21,6 @@ import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = [
-    "FILE",
-    "TestedSource",
-    "Untested",
-    "computed",
-    "definition_of",
-    "hash_of",
-    "is_known",
-    "newest_release",
-    "source_hash",
-    "tested",
-    "tested_versions",
-    "unknown_source",
-    "upstream_definition",
-    "upstream_name",
-]
-
-
 # The hashes of the tested versions. ``sdfastgn sources`` also reads this file, and adds new versions to it.
 FILE = Path(__file__).parents[1] / "tested_sources.json"
 

@@ -27,8 +27,6 @@ from sdfastgn.plans.outcome import MARKS, Outcome, Output
 from sdfastgn.plans.run import steps
 from sdfastgn.plans.trace.traced import Traced
 
-__all__ = ["Unwritable", "read", "text_of"]
-
 # Bytes. A plan with larger constants is not kept on disk.
 _MOST_CONSTANTS = 1 << 20
 _PLAIN = (type(None), bool, int, float, str)

@@ -24,8 +24,6 @@ from sdfastgn.kernels.common.private import storage_of
 from sdfastgn.patches.code.reach import MISSING, content_of, function_in, package_of
 from sdfastgn.patches.swap.numpy_numbers import is_numpy_constant
 
-__all__ = ["Description", "Indescribable", "digest_of"]
-
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type(...), range))
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)

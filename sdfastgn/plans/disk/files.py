@@ -13,8 +13,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["VARIABLE", "folder", "load", "remove", "save"]
-
 # Environment variable with the folder. Without it, no plan is read or written.
 VARIABLE = "SDFASTGN_PLAN_CACHE"
 # Bytes (256 MB). If the files have more, the files that were not used for the longest time go.

@@ -24,8 +24,6 @@ from sdfastgn.patches.graphs.watch import attributes_of, hooks_of
 from sdfastgn.plans.disk.description import Description, digest_of
 from sdfastgn.plans.guard import Guard
 
-__all__ = ["key_of", "surroundings"]
-
 # Version of the content of files.
 _FORMAT = 1
 # Code of these packages counts by their versions, and by what a ``Guard`` has read of it.

@@ -15,8 +15,6 @@ from sdfastgn.plans.outcome import Outcome
 from sdfastgn.plans.run.plan import Plan
 from sdfastgn.plans.trace.traced import Traced
 
-__all__ = ["Saved"]
-
 
 class Saved:
     """The file with the plan of one kind of call.

@@ -12,8 +12,6 @@ from torch.fx import Node
 
 from sdfastgn.plans.run import schemas, steps
 
-__all__ = ["VIEWS", "adds_bias_apart", "base", "copies", "in_memory", "is_view", "writes_over"]
-
 # Steps that compute nothing: their results are views wherever strides allow it.
 VIEWS = (steps.reshape, steps.permute, steps.expand, steps.cut)
 

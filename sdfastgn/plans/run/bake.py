@@ -29,8 +29,6 @@ from sdfastgn.plans.run.plan import Plan, without_autocast
 from sdfastgn.plans.run.record import Recording, Unrecordable, record
 from sdfastgn.plans.run.source import ALIGNMENT, Code, generate
 
-__all__ = ["Baked"]
-
 
 class _Bound(NamedTuple):
     """A function with its weights, and for what it is valid.

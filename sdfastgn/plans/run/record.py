@@ -29,8 +29,6 @@ from sdfastgn.plans.run.aliases import writes_over
 from sdfastgn.plans.trace.refusals import DRAWN
 from sdfastgn.plans.trace.writes import written
 
-__all__ = ["Action", "Memory", "Place", "Recording", "Unrecordable", "places_in", "record"]
-
 aten = torch.ops.aten
 _PLAIN = (Tensor, nn.Parameter)
 # Ops that consist of others, and are recorded as they are. Attention reads values in some of its parts.

@@ -10,8 +10,6 @@ from torch.fx import Node
 
 from sdfastgn.kernels.common.private import schema_of
 
-__all__ = ["arguments", "is_view", "writes"]
-
 
 def arguments(n: Node) -> list[Any]:
     """All arguments of the op that ``n`` calls, in the order of its schema. Missing ones are the defaults.

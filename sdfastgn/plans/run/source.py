@@ -21,8 +21,6 @@ from sdfastgn.kernels.common.private import allocators, current_raw_stream, view
 from sdfastgn.kernels.product import packed
 from sdfastgn.plans.run.record import Action, Memory, Place, Recording, Unrecordable, places_in
 
-__all__ = ["ALIGNMENT", "Code", "generate"]
-
 # Bytes. Triton compiles one kernel for pointers that are divisible by 16, and another one for other pointers.
 ALIGNMENT = 16
 # Row of packed operands, or of one operand; its own place; place of a tensor in the same memory.

@@ -19,8 +19,6 @@ from torch.fx import Node
 from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.aliases import base, is_view
 
-__all__ = ["Step", "memory", "steps_of", "table"]
-
 aten = torch.ops.aten
 # Steps that write a part of their first argument. They read none of it.
 _PARTIAL_WRITERS = (steps.write_slice_, steps.write_select_, aten.copy_.default)

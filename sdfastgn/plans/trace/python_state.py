@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from sdfastgn.plans.trace.refusals import is_tracing, refuse
 from sdfastgn.plans.trace.tensors import TracedTensor
 
-__all__ = ["ModuleState", "without_autocast_cache", "without_reading"]
-
 # ---- attributes of modules
 
 _CONTAINERS = {list, dict, set, deque, OrderedDict, defaultdict}

@@ -15,8 +15,6 @@ from torch._ops import OpOverload
 
 from sdfastgn.plans.trace.traced import Untraceable
 
-__all__ = ["DRAWN", "is_random", "is_tracing", "noted", "reason_of", "refuse"]
-
 aten = torch.ops.aten
 # Random ops that are not refused. They fill a new tensor, which has the same strides in a plan. A plan that
 # runs them in the same order draws the numbers that the model's code would draw.

@@ -17,8 +17,6 @@ from sdfastgn.kernels.common import private
 from sdfastgn.plans.trace.refusals import refuse
 from sdfastgn.plans.trace.tensors import Metadata, TracedTensor, forget_metadata, metadata, metadata_of
 
-__all__ = ["Inference", "is_guess", "surroundings"]
-
 aten = torch.ops.aten
 # Entries of the table. A model needs about 100 to 400, a new image size as many again.
 _MOST = 100_000

@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["kept"]
-
 _Cache = type(functools.cache(lambda: None))
 # Containers around a tensor are followed so far to find a name for what keeps it.
 _DEPTH = 6

@@ -11,8 +11,6 @@ from torch import Tensor, fx
 from sdfastgn.kernels.common import private
 from sdfastgn.plans.trace.refusals import refuse
 
-__all__ = ["Memory", "Metadata", "Step", "TracedTensor", "forget_metadata", "make", "metadata", "metadata_of"]
-
 
 class Metadata:
     """What is known of a tensor without its values. Equal metadata is the same object."""

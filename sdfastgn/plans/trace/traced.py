@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
-__all__ = ["Traced", "Untraceable"]
-
 
 class Untraceable(Exception):  # noqa: N818  # no error for callers: they run upstream's code
     """The call cannot be traced. The message says why, in words that follow "no plan: ".

@@ -28,8 +28,6 @@ from sdfastgn.plans.trace.survivors import kept
 from sdfastgn.plans.trace.tensors import Memory, Metadata, Step, TracedTensor, make, metadata, metadata_of
 from sdfastgn.plans.trace.traced import Traced, Untraceable
 
-__all__ = ["trace"]
-
 aten = torch.ops.aten
 _Place = tuple[nn.Module, str, str]
 # Results and arguments of a call that are no tensors, and that a graph can return.

@@ -13,8 +13,6 @@ from sdfastgn.kernels.common.private import schema_of
 from sdfastgn.plans.trace.refusals import refuse
 from sdfastgn.plans.trace.tensors import Metadata, Step
 
-__all__ = ["functional_form", "inverse", "written"]
-
 aten = torch.ops.aten
 # Ops that change the shape or the memory of a tensor in place.
 _RESHAPERS = {

@@ -16,7 +16,7 @@ import torch
 
 from sdfastgn.kernels.common import archive
 from sdfastgn.kernels.common.archive import ArchiveError
-from tests.command_line import process
+from tests.processes import process
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 

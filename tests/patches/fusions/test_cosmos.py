@@ -4,49 +4,24 @@ from functools import partial
 
 import pytest
 import torch
-from diffusers import AutoencoderKLCosmos
 from torch import nn
 
 import sdfastgn
 from sdfastgn.patches.fusions import cosmos as fusion
 from tests.patches import cases, video_cases
-from tests.patches.samples import randomize
-from tests.patches.video_cases import (
-    codes,
-    decode_of,
-    hooks_see_the_same,
-    is_no_less_exact,
-    is_restored_bit_by_bit,
-    video,
-)
+from tests.patches.fusions.autoencoders import cosmos_autoencoder, mode_of, small
+from tests.patches.video_cases import codes, decode_of, video
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("on_each_device", "without_gradients")]
 
 stock_file = fusion.cosmos
-SIZES = {
-    "encoder_block_out_channels": (8, 8, 16, 16),
-    "decode_block_out_channels": (8, 16, 16, 16),
-    "latent_channels": 4,
-    "num_layers": 1,
-    "latents_mean": None,
-    "latents_std": None,
-}
 # Compression of space and of time; with (8, 4) a level resamples images alone.
 RATIOS = [(8, 8), (8, 4)]
 
 
-def autoencoder(space=8, time=8, **options):
-    ratios = {"spatial_compression_ratio": space, "temporal_compression_ratio": time}
-    return randomize(AutoencoderKLCosmos(**SIZES, **ratios, **options))
-
-
 def twins(*args, **options):
     """(fused, stock)"""
-    return cases.twins(autoencoder(*args, **options).to(cases.WHERE["device"]))
-
-
-def encode_of(x):
-    return lambda model: model.encode(x).latent_dist.mode()
+    return cases.twins(cosmos_autoencoder(*args, **options))
 
 
 pixels = partial(video_cases.pixels, 8)
@@ -80,7 +55,7 @@ def no_stock_code(monkeypatch):
 def test_decode_and_encode(ratios, frames, no_stock_code):
     models = twins(*ratios)
     assert not sdfastgn.report(models[0]).skipped
-    calls = decode_of(codes(frames)), encode_of(pixels(ratios[1] * (frames - 1) + 1))
+    calls = decode_of(codes(frames)), mode_of(pixels(ratios[1] * (frames - 1) + 1))
     expected = [call(models[1]) for call in calls]
     no_stock_code()
     for call, want in zip(calls, expected, strict=True):
@@ -90,13 +65,13 @@ def test_decode_and_encode(ratios, frames, no_stock_code):
 def test_patches_without_wavelets():
     models = twins(patch_type="rearrange")
     same(models, decode_of(codes(2)))
-    same(models, encode_of(pixels(9)))
+    same(models, mode_of(pixels(9)))
 
 
 def test_a_batch_in_slices():
     models = twins()
     same(models, decode_of(codes(2, batch=2, latents=(1, 2))))
-    same(models, encode_of(pixels(9, batch=2, latents=(1, 2))))
+    same(models, mode_of(pixels(9, batch=2, latents=(1, 2))))
     for model in models:
         model.enable_slicing()
     same(models, decode_of(codes(2, batch=2, latents=(1, 2))))
@@ -105,12 +80,7 @@ def test_a_batch_in_slices():
 def test_strided_input():
     models = twins()
     same(models, decode_of(codes(4, latents=(4, 6))[:, :, ::2, ::2, 1::2]))
-    same(models, encode_of(pixels(9, latents=(2, 1)).mT))
-
-
-def test_restored_bit_by_bit():
-    stock = autoencoder().to(cases.WHERE["device"])
-    is_restored_bit_by_bit(stock, decode_of(codes(2)), encode_of(pixels(9)))
+    same(models, mode_of(pixels(9, latents=(2, 1)).mT))
 
 
 HOOKED = ["conv_in", "mid_block.resnets.0.conv1.conv_t", "mid_block.attentions.0.to_q",
@@ -129,15 +99,11 @@ def test_a_hook_within_a_decoder(layer):
 # --- blocks ---------------------------------------------------------------------------
 
 
-def block():
-    return randomize(stock_file.CosmosResnetBlock3d(8, 12)).to(cases.WHERE["device"])
-
-
 @pytest.mark.parametrize("cell", [(True, True), (True, False), (False, True), (False, False)], ids=str)
 @pytest.mark.parametrize("frames", [1, 4, 5])
 @pytest.mark.parametrize("name", ["CosmosUpsample3d", "CosmosDownsample3d"])
 def test_resampling(name, frames, cell):
-    models = cases.twins(randomize(getattr(stock_file, name)(6, *cell)).to(cases.WHERE["device"]))
+    models = cases.twins(small(getattr(stock_file, name), 6, *cell))
     x = video(2, 6, frames, 4, 6)
     cases.agree(*(model(x) for model in models))
     cases.agree(*(model(x.contiguous()) for model in models))
@@ -149,61 +115,3 @@ def test_wavelets(p):
         models = cases.twins(getattr(stock_file, f"Cosmos{cls}")(p).to(cases.WHERE["device"]))
         cases.agree(*(model(x) for model in models))
         assert type(models[0]) is getattr(fusion, f"FusedCosmos{cls}")
-
-
-PARTS = ["norm1", "norm1.norm", "conv1", "conv1.conv_s", "norm2", "conv2.conv_t", "conv_shortcut", "dropout"]
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_a_hook_on_a_layer_sees_what_it_saw(name):
-    models = cases.twins(block())
-    x = video(1, 8, 3, 4, 6)
-    hooks_see_the_same(models, name, lambda: cases.agree(*(m(x) for m in models)))
-
-
-CHANGES = {
-    "a-replaced-conv-forward": lambda m: setattr(
-        m.conv1.conv_t, "_conv_forward", lambda x, w, b: nn.functional.conv3d(x, 2 * w, b)
-    ),
-    "another-norm": lambda m: setattr(m, "norm1", nn.Identity()),
-    "groups": lambda m: setattr(m, "norm2", stock_file.CosmosCausalGroupNorm(12, 3)),
-    "another-mode": lambda m: setattr(m.conv2.conv_s, "pad_mode", "replicate"),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_changed_layers_run_stocks_code(change):
-    models = cases.twins(block())
-    for model in models:
-        change(model)
-        model.to(cases.WHERE["device"])
-    cases.agree(*(model(video(1, 8, 3, 4, 6)) for model in models))
-
-
-def test_with_gradients_stocks_code_runs(monkeypatch):
-    # Not their values: PyTorch's backward of a channels-last GroupNorm crashes on a CPU.
-    models = cases.twins(block())
-    monkeypatch.setattr(fusion, "_project", lambda *args, **options: pytest.fail("it ran fused"))
-    with torch.enable_grad():
-        found = [model(video(1, 8, 2, 4, 6)) for model in models]
-    assert all(y.requires_grad for y in found)
-    cases.agree(*found)
-
-
-def test_autocast_runs_stocks_code():
-    models = cases.twins(block())
-    with torch.autocast(cases.WHERE["device"], torch.bfloat16):
-        found = [model(video(1, 8, 2, 4, 6)) for model in models]
-    cases.agree(*found, bound=3e-2)
-
-
-# --- numbers --------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_no_less_exact_than_stock(dtype):
-    models = [model.to(dtype) for model in twins()]
-    is_no_less_exact(
-        models, (decode_of, codes(3, latents=(17, 23))), (encode_of, pixels(17, latents=(17, 23)))
-    )

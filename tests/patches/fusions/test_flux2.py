@@ -6,12 +6,10 @@ import torch
 
 import sdfastgn
 from tests.patches import cases
-from tests.patches.samples import randomize
+from tests.patches.fusions.autoencoders import flux2_autoencoder
 from tests.patches.video_cases import (
     decode_of,
     encode_of,
-    is_no_less_exact,
-    is_restored_bit_by_bit,
     same,
 )
 
@@ -20,20 +18,6 @@ pytestmark = [
     pytest.mark.usefixtures("on_each_device", "without_gradients"),
     pytest.mark.skipif(not hasattr(diffusers, "AutoencoderKLFlux2"), reason="a diffusers before Flux2"),
 ]
-
-SIZES = {
-    "block_out_channels": (8, 16),
-    "down_block_types": ("DownEncoderBlock2D",) * 2,
-    "up_block_types": ("UpDecoderBlock2D",) * 2,
-    "layers_per_block": 1,
-    "latent_channels": 4,
-    "norm_num_groups": 4,
-    "sample_size": 8,  # of a tile
-}
-
-
-def autoencoder(**options):
-    return randomize(diffusers.AutoencoderKLFlux2(**{**SIZES, **options})).to(cases.WHERE["device"])
 
 
 def codes(*latents):
@@ -47,7 +31,7 @@ def pixels(*size):
 # FLUX.2's small decoder has fewer channels than its encoder.
 @pytest.mark.parametrize("options", [{}, {"decoder_block_out_channels": (12, 8)}], ids=str)
 def test_decode_and_encode(options, monkeypatch):
-    models = cases.twins(autoencoder(**options))
+    models = cases.twins(flux2_autoencoder(**options))
     assert not sdfastgn.report(models[0]).skipped
     calls = decode_of(codes(4, 6)), encode_of(pixels(8, 12))
     expected = [call(models[1]) for call in calls]
@@ -58,21 +42,10 @@ def test_decode_and_encode(options, monkeypatch):
 
 
 def test_tiles():
-    stock = autoencoder()
+    stock = flux2_autoencoder()
     whole = decode_of(codes(9, 6))(stock)
     stock.enable_tiling()
     same(cases.twins(stock, exact_tiling=False), decode_of(codes(9, 6)))
     models = cases.twins(stock)
     same(models, encode_of(pixels(18, 12)))
     cases.agree(decode_of(codes(9, 6))(models[0]), whole, 5e-5)
-
-
-def test_restored_bit_by_bit():
-    is_restored_bit_by_bit(autoencoder(), decode_of(codes(4, 6)), encode_of(pixels(8, 12)))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_no_less_exact_than_stock(dtype):
-    models = cases.twins(autoencoder().to(dtype))
-    is_no_less_exact(models, (decode_of, codes(17, 23)), (encode_of, pixels(34, 46)))

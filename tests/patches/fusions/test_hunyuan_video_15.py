@@ -10,52 +10,30 @@ import sdfastgn
 from sdfastgn.patches.fusions import hunyuan_video_15 as fusion
 from sdfastgn.patches.layers import wrapped_conv
 from tests.patches import cases, video_cases
-from tests.patches.samples import randomize
+from tests.patches.fusions.autoencoders import HUNYUAN_FILES, hunyuan_autoencoder, hunyuan_class, small
 from tests.patches.video_cases import (
     adapt,
     codes,
     decode_of,
     encode_of,
-    hooks_see_the_same,
-    is_no_less_exact,
-    is_restored_bit_by_bit,
     recorded,
     video,
 )
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("on_each_device", "without_gradients")]
 
-SIZES = {
-    "latent_channels": 4,
-    "block_out_channels": (16, 16, 32),
-    "layers_per_block": 1,
-    "spatial_compression_ratio": 4,
-    "temporal_compression_ratio": 2,
-}
-FILES = {"video": fusion._video, "refiner": fusion._refiner}
-PREFIXES = {"video": "HunyuanVideo15", "refiner": "HunyuanImageRefiner"}
 each_family = pytest.mark.parametrize(
     "family",
     [
         pytest.param(name, marks=pytest.mark.skipif(file is None, reason="a diffusers before this model"))
-        for name, file in FILES.items()
+        for name, file in HUNYUAN_FILES.items()
     ],
 )
 
 
-def class_of(family, name):
-    if name.endswith("sample") and family == "refiner":
-        name += "DCAE"
-    return getattr(FILES[family], PREFIXES[family] + name)
-
-
-def autoencoder(family):
-    return randomize(getattr(FILES[family], f"AutoencoderKL{PREFIXES[family]}")(**SIZES))
-
-
-def twins(family, dtype=torch.float32):
+def twins(family):
     """(fused, stock). There are no graphs, because the rehearsal of a graph launches kernels, too."""
-    return cases.twins(autoencoder(family).to(cases.WHERE["device"], dtype), cuda_graphs=False)
+    return cases.twins(hunyuan_autoencoder(family), cuda_graphs=False)
 
 
 pixels = partial(video_cases.pixels, 4)
@@ -81,14 +59,14 @@ def forbid_stock(family, monkeypatch):
     def refuse(*args, **options):
         raise AssertionError("stock's code ran")
 
-    monkeypatch.setattr(FILES[family].F, "pad", refuse)
+    monkeypatch.setattr(HUNYUAN_FILES[family].F, "pad", refuse)
     for name, method in (
         ("AttnBlock", "prepare_causal_attention_mask"),
         ("Upsample", "_dcae_upsample_rearrange"),
         ("Downsample", "_dcae_downsample_rearrange"),
     ):
-        if hasattr(class_of(family, name), method):
-            monkeypatch.setattr(class_of(family, name), method, refuse)
+        if hasattr(hunyuan_class(family, name), method):
+            monkeypatch.setattr(hunyuan_class(family, name), method, refuse)
 
 
 # --- whole models -------------------------------------------------------------------
@@ -107,7 +85,7 @@ def test_decode_and_encode(family, frames, launches, monkeypatch):
         cases.agree(found, want, 5e-5)
         assert found.stride() == want.stride()
     names = [name for name, *_ in launches]
-    convs = [m for m in models[0].modules() if isinstance(m, class_of(family, "CausalConv3d"))]
+    convs = [m for m in models[0].modules() if isinstance(m, hunyuan_class(family, "CausalConv3d"))]
     assert names.count("frames") == len(convs)
     # The only norms with a pass of their own are attention's.
     assert names.count("channel_norm") == 2
@@ -163,12 +141,6 @@ def test_calls_leave_nothing_for_the_next_one(family):
     assert torch.equal(fused.decode(z).sample, kept)
 
 
-@each_family
-def test_restored_bit_by_bit(family):
-    stock = autoencoder(family).to(cases.WHERE["device"])
-    is_restored_bit_by_bit(stock, decode_of(codes(2, latents=(1, 2))), encode_of(pixels(3, latents=(1, 2))))
-
-
 HOOKED = ["decoder.mid_block.resnets.0.conv1", "decoder.mid_block.attentions.0.to_q", "decoder.conv_out",
           "decoder.mid_block.attentions.0.norm", "decoder.up_blocks.1.upsamplers.0.conv.conv",
           "decoder.up_blocks.1.upsamplers.0"]  # fmt: skip
@@ -195,7 +167,7 @@ def test_a_lora_within_a_model(family, layer):
 
 @each_family
 def test_a_convolution_that_cannot_be_fused_leaves_the_model(family):
-    model = autoencoder(family)
+    model = hunyuan_autoencoder(family)
     model.decoder.conv_in.forward = lambda x: x
     report = sdfastgn.report(sdfastgn.optimize(model))
     assert not report.fused
@@ -203,10 +175,6 @@ def test_a_convolution_that_cannot_be_fused_leaves_the_model(family):
 
 
 # --- blocks ---------------------------------------------------------------------------
-
-
-def block(family, C_in=6, C_out=10):
-    return randomize(class_of(family, "ResnetBlock")(C_in, C_out)).to(cases.WHERE["device"])
 
 
 # Channels of input and output, and whether frames are resampled too.
@@ -218,7 +186,7 @@ RESAMPLED = [(16, 8, True), (8, 8, True), (8, 16, True), (8, 8, False), (16, 8, 
 @pytest.mark.parametrize("kind", ["Upsample", "Downsample"])
 @pytest.mark.parametrize("frames", [1, 3])
 def test_resampling(family, kind, C_in, C_out, temporal, frames, monkeypatch):
-    module = randomize(class_of(family, kind)(C_in, C_out, temporal)).to(cases.WHERE["device"])
+    module = small(hunyuan_class(family, kind), C_in, C_out, temporal)
     models = cases.twins(module)
     x = video(2, C_in, frames, 4, 6)
     expected = models[1](x)
@@ -230,81 +198,14 @@ def test_resampling(family, kind, C_in, C_out, temporal, frames, monkeypatch):
 @each_family
 @pytest.mark.parametrize("frames", [1, 4])
 def test_attention(family, frames):
-    models = cases.twins(randomize(class_of(family, "AttnBlock")(12)).to(cases.WHERE["device"]))
+    models = cases.twins(small(hunyuan_class(family, "AttnBlock"), 12))
     cases.agree(*(model(video(1, 12, frames, 2, 3)) for model in models))
-
-
-PARTS = ["norm1", "norm2", "nonlinearity", "conv1", "conv1.conv", "conv2", "conv_shortcut"]
-
-
-@each_family
-@pytest.mark.parametrize("name", PARTS)
-def test_a_hook_on_a_layer_sees_what_it_saw(family, name):
-    models = cases.twins(block(family))
-    x = video(1, 6, 3, 3, 4)
-    hooks_see_the_same(models, name, lambda: cases.agree(*(m(x) for m in models)))
-
-
-CHANGES = {
-    "a-replaced-conv-forward": lambda m: setattr(
-        m.conv1.conv, "_conv_forward", lambda x, w, b: nn.functional.conv3d(x, 2 * w, b)
-    ),
-    "another-norm": lambda m: setattr(m, "norm1", nn.Identity()),
-    "another-activation": lambda m: setattr(m, "nonlinearity", nn.Tanh()),
-    "another-mode": lambda m: setattr(m.conv2, "pad_mode", "reflect"),
-    "another-shortcut": lambda m: setattr(m, "conv_shortcut", nn.Conv3d(6, 10, (1, 3, 3), padding=(0, 1, 1))),
-}
-
-
-@each_family
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_changed_layers_run_stocks_code(family, change):
-    torch.manual_seed(0)
-    fused, stock = cases.twins(block(family))
-    change(fused)
-    fused.to(cases.WHERE["device"])
-    change(stock)
-    stock.to(cases.WHERE["device"]).load_state_dict(fused.state_dict())
-    cases.agree(*(model(video(1, 6, 3, 3, 4)) for model in (fused, stock)))
 
 
 @each_family
 def test_an_activation_without_a_fused_form_is_skipped(family):
-    block = class_of(family, "ResnetBlock")(8)
+    block = hunyuan_class(family, "ResnetBlock")(8)
     block.nonlinearity = nn.Tanh()
     model = sdfastgn.optimize(block)
     (skipped,) = sdfastgn.report(model).skipped
     assert skipped.reason == "activation Tanh has no fused form"
-
-
-@each_family
-def test_gradients_are_stocks(family, convolutions):
-    cases.same_gradients(cases.twins(block(family)), video(1, 6, 2, 3, 4))
-    assert not convolutions
-
-
-@each_family
-def test_autocast_runs_stocks_code(family, convolutions):
-    models = cases.twins(block(family))
-    with torch.autocast(cases.WHERE["device"], torch.bfloat16):
-        found = [model(video(1, 6, 2, 3, 4)) for model in models]
-    assert not convolutions
-    cases.agree(*found, bound=3e-2)
-
-
-@each_family
-def test_under_a_compiler_the_graph_is_diffusers_own(family):
-    cases.compiles_to_stocks_graph(cases.twins(block(family)), lambda m: m(video(1, 6, 2, 3, 4)))
-
-
-# --- numbers --------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@each_family
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_no_less_exact_than_stock(family, dtype):
-    models = twins(family, dtype)
-    is_no_less_exact(
-        models, (decode_of, codes(3, latents=(17, 23))), (encode_of, pixels(9, latents=(17, 23)))
-    )

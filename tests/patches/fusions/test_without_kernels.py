@@ -16,9 +16,9 @@ from torch import nn
 import sdfastgn
 from sdfastgn import api
 from sdfastgn.kernels.common import dispatch
-from tests.command_line import process
 from tests.patches import samples
 from tests.patches.samples import each_copy, each_sample
+from tests.processes import process
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.without_kernels]
 

@@ -491,6 +491,7 @@ STRUCTURES = {
 }
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_other_changes(name):
     unet, stock, inputs = make()

@@ -19,7 +19,7 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.models.architectures import build_unet, unet_inputs
 from sdfastgn.patches.lora import merged_adapters, merged_weights
 from sdfastgn.patches.lora.merged_adapters import adopt, is_merged, merged_layer, release
-from sdfastgn.patches.lora.peft_layers import MERGED
+from sdfastgn.patches.lora.wrappers import subclasses
 from tests.kernels.samples import interpreted, kernels
 
 pytestmark = pytest.mark.fused_on_cpu
@@ -430,7 +430,7 @@ def test_compiled_as_one_graph(merges, with_gradients):
     ours = model_with(nn.Linear(12, 20)).append(nn.GroupNorm(4, 20))
     stock = copy.deepcopy(ours)
     sdfastgn.optimize(ours, cuda_graphs=False, merge_adapters=merges)
-    assert type(ours[0]) is MERGED[type(stock[0])]
+    assert type(ours[0]) is subclasses()[type(stock[0])]
     torch._dynamo.reset()
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
     x = torch.randn(5, 12, requires_grad=with_gradients)
