@@ -87,7 +87,7 @@ def text_of(patcher: Any, has_run: bool = True) -> str:
     if reason is not None:
         return f"{name}: not faster. {reason}"
     lines = [f"{name}: faster, once its calls repeat. They run as plans"]
-    lines += [f"Reason for plans: {why}" for why in untested]
+    lines += [f"Reason for plans: {why}" for why in untested or report.untested_in(root)]
     for each in comfyui_unet.inspect_plans(root) if untested else planning.inspect(root):
         if has_run and each.calls:
             share = each.kernel_bytes / max(each.bytes, 1)
@@ -111,6 +111,8 @@ def _gets_plans(patcher: Any) -> bool:
     is_untried = not planning.is_convolutional(modules)  # a transformer
     if _KEY not in patcher.injections or is_untried or not planning.gets_plans(root):
         return False
+    if report.untested_in(root):
+        return True
     blocks = [
         Finding("", module, fusion, "skipped" if reason else "fusable", reason or "")
         for module, fusion, reason in report.findings_in(root)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from sdfastgn.patches.comfyui import graphs, report
 from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
-from sdfastgn.patches.comfyui.inject import CLAIMING
 from sdfastgn.patches.graphs.forward import Planner
 from sdfastgn.patches.swap.fusion import ClassSwap, stock_class
 from sdfastgn.patches.swap.tested_sources import Untested, unknown_source
@@ -131,10 +130,8 @@ def untested_in(root: nn.Module) -> list[Untested]:
     """Which code of ``root`` was never tested, if ``root`` is a ``UNetModel`` that gets plans for that."""
     if stock_class(root) is not UNetModel or PLANNED.reason_to_skip(root) is not None:
         return []
-    unknown = [fusion for fusion in CLAIMING if unknown_source(*fusion.sources)]
-    found = [reason for _, _, reason in report.findings_in(root, unknown)]
-    found.append(unknown_source(*graphs.UNET.sources))
-    return list(dict.fromkeys(reason for reason in found if isinstance(reason, Untested)))
+    own = unknown_source(*graphs.UNET.sources)
+    return list(dict.fromkeys([*report.untested_in(root), *([] if own is None else [own])]))
 
 
 def inspect_plans(unet: nn.Module) -> Iterator[Planned]:

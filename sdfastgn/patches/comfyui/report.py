@@ -13,9 +13,10 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.comfyui import dynamic_vram, graphs
 from sdfastgn.patches.comfyui.inject import CLAIMING, KEY, has_blocks, is_loaded, reason_to_stay, root_of
 from sdfastgn.patches.comfyui.layers import LAYERS
+from sdfastgn.patches.comfyui.tiled_decode import AUTOENCODERS
 from sdfastgn.patches.comfyui.unet import has_no_patches
 from sdfastgn.patches.swap.fusion import Fusion
-from sdfastgn.patches.swap.tested_sources import Untested, how_to_compare
+from sdfastgn.patches.swap.tested_sources import Untested, how_to_compare, unknown_source
 
 # Name of a fusion -> the report's word for the modules that the fusion changes. Each fusion in ``CLAIMING``
 # has an entry.
@@ -168,6 +169,16 @@ def findings_in(
         for fusion in fusions:
             if fusion.claims(module):
                 yield module, fusion, None if fusion.is_applied(module) else fusion.reason_to_skip(module)
+
+
+def untested_in(root: nn.Module) -> list[Untested]:
+    """Why parts of ``root`` run as stock because their code was never tested, each reason once.
+
+    Code of the tiled decode does not count, because no other call runs it.
+    """
+    unknown = [each for each in CLAIMING if each not in AUTOENCODERS and unknown_source(*each.sources)]
+    found = (reason for _, _, reason in findings_in(root, unknown))
+    return list(dict.fromkeys(reason for reason in found if isinstance(reason, Untested)))
 
 
 def _counted(parts: Counter[str]) -> str:
