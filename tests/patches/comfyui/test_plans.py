@@ -118,9 +118,9 @@ def test_weights_that_move_are_freed(stock):
     vae = optimize_vae(stock)
     for _ in range(3):
         vae.decode(latent())
-    vae.patcher.eject_model()
     weight = vae.first_stage_model.decoder.conv_in.weight
     old = StorageWeakRef(weight.untyped_storage())
+    vae.patcher.eject_model()  # gives weights their strides back
     weight.data = weight.data.clone()
     assert old.expired()
 
