@@ -28,6 +28,11 @@ NOX_ARGS ?=
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3 python3.11 python3.12; do $$p -c '$(SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
 
+define COMFYUI_REQUIREMENTS
+grep -viE '^($(COMFYUI_NOT)) *([<>=~]|$$)' "$(COMFYUI)/requirements.txt" > $(VENV)/comfyui.txt && \
+  $(PIP) install --quiet -c $(PINS) -r $(VENV)/comfyui.txt
+endef
+
 define CHECK_PYTHON
 @test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 found; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 @$(PYTHON) -c '$(SUPPORTED)' || { echo "make: $(PYTHON) is not Python 3.11 or 3.12" >&2; exit 1; }
@@ -41,7 +46,7 @@ PIP_ENV := env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT -u PIP_CONSTRAINT -u PIP_
        -u PIP_REQUIRE_HASHES -u PYTHONPATH -u PYTHONHOME PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1
 PIP := $(PIP_ENV) $(BIN)/python -m pip
 
-.PHONY: help demo test test-slow test-programs test-compile test-gpu test-comfyui comfyui-node test-serve matrix check docs dist hub-kernels bench \
+.PHONY: help demo test test-slow test-programs test-compile test-gpu test-comfyui comfyui-requirements comfyui-node test-serve matrix check docs dist hub-kernels bench \
   lint types format format-check install clean
 
 help:  ## list the targets
@@ -90,10 +95,12 @@ test-gpu: $(STAMP)  ## the tests that need an NVIDIA GPU
 test-comfyui: $(STAMP)  ## the ComfyUI node beside a checkout: make test-comfyui COMFYUI=path
 	@if [ -z "$(COMFYUI)" ] || [ ! -d "$(COMFYUI)/comfy" ]; then \
 	  echo "skipped, no ComfyUI (COMFYUI=path names a checkout)"; exit; fi; \
-	  grep -viE '^($(COMFYUI_NOT)) *([<>=~]|$$)' "$(COMFYUI)/requirements.txt" > $(VENV)/comfyui.txt && \
-	  $(PIP) install --quiet -c $(PINS) -r $(VENV)/comfyui.txt && \
+	  $(COMFYUI_REQUIREMENTS) && \
 	  COMFYUI="$(abspath $(COMFYUI))" $(QUIET_PYTEST) tests/patches/comfyui -n 2 --dist loadfile \
 	    -m "$$($(BIN)/python -c '$(NO_GPU)')" $(PYTEST_ARGS)
+
+comfyui-requirements: $(STAMP)  ## what a checkout of ComfyUI needs to be imported: COMFYUI=path
+	@$(COMFYUI_REQUIREMENTS)
 
 # The package is pure Python, so copying is enough. This needs no .venv.
 comfyui-node:  ## the folder for ComfyUI's custom_nodes, with the package inside: build/comfyui/sdfastgn

@@ -79,8 +79,8 @@ _TEXT = Output(
 
 
 def _optimize(node_id: Any, model: Any, cuda_graphs: str = "auto", vae: Any = None) -> tuple[Any, ...]:
-    from sdfastgn.patches.comfyui.model_patcher import check_vae, optimize_model
-    from sdfastgn.plans.comfyui import optimize_vae, text_of
+    from sdfastgn.patches.comfyui.model_patcher import check_vae
+    from sdfastgn.plans.comfyui import optimize_model, optimize_vae, text_of
 
     texts: dict[str, str] = {}  # "model" or "vae" -> the latest report on it
 

@@ -48,7 +48,7 @@ class Images:
         )
         self.model = self._optimized(self.loaded)
         if self.is_optimized:
-            from sdfastgn.patches.comfyui.model_patcher import optimize_vae
+            from sdfastgn.plans.comfyui import optimize_vae
 
             self.vae = optimize_vae(self.vae)
         latents = self.sample(self.model)
@@ -57,7 +57,7 @@ class Images:
     def _optimized(self, model: Any) -> Any:
         if not self.is_optimized:
             return model
-        from sdfastgn.patches.comfyui.model_patcher import optimize_model
+        from sdfastgn.plans.comfyui import optimize_model
 
         return optimize_model(model)
 
@@ -110,7 +110,7 @@ class Images:
 
     def text(self) -> str:
         """The text about the model and the VAE that sdfastgn's node shows in ComfyUI."""
-        from sdfastgn.patches.comfyui.report import text_of
+        from sdfastgn.plans.comfyui import text_of
 
         return f"{text_of(self.model)}\n{text_of(self.vae.patcher)}"
 

@@ -146,8 +146,7 @@ def times_of(each: Decode, rounds: int, files: Path) -> dict[str, Any]:
     ``is_exact_after_ejection`` (True if the stock VAE gives the same bits after the optimized VAE has run)
     and ``report`` (the lines of the text on sdfastgn's node).
     """
-    from sdfastgn.patches.comfyui.model_patcher import optimize_vae
-    from sdfastgn.patches.comfyui.report import text_of
+    from sdfastgn.plans.comfyui import optimize_vae, text_of
 
     stock = _loaded(each.build, files)
     latent = torch.randn(each.latent, generator=torch.Generator().manual_seed(0))

@@ -149,8 +149,7 @@ def measured(files: Path, size: int, steps: int, rounds: int) -> dict[str, Any]:
     """Returns what ``times_of`` returns. ComfyUI must be imported with its options."""
     import comfy.model_management
 
-    from sdfastgn.patches.comfyui.model_patcher import optimize_model
-    from sdfastgn.patches.comfyui.report import text_of
+    from sdfastgn.plans.comfyui import optimize_model, text_of
 
     images = Images(MODEL, size, steps, files, is_optimized=False)
     with stage("first image"):

@@ -22,8 +22,11 @@ from sdfastgn.patches.graphs.factors import readers
 from sdfastgn.patches.registry import FUSIONS, MISSING, OBJECT_FUSIONS
 from sdfastgn.patches.swap import tested_sources
 from sdfastgn.patches.swap.tested_sources import (
+    OF_COMFYUI,
     computed,
+    file_of,
     hash_of,
+    how_to_compare,
     is_known,
     source_hash,
     tested_versions,
@@ -31,9 +34,6 @@ from sdfastgn.patches.swap.tested_sources import (
     upstream_name,
 )
 from sdfastgn.program import OptionError, writing
-
-# Every checkout of ComfyUI has this file. So a folder without it is no checkout of ComfyUI.
-_OF_COMFYUI = "comfy/ops.py"
 
 
 class _Method(NamedTuple):
@@ -113,7 +113,7 @@ def _methods_of(fusions: Iterable[Any]) -> dict[_Method, list[str]]:
 
 def _comfyui_release(folder: Path) -> tuple[str, tuple[Any, ...]]:
     """Import the checkout ``folder`` of ComfyUI. Returns (its release, the fusions for ComfyUI's blocks)."""
-    if not _has_file(folder, _OF_COMFYUI):
+    if not _has_file(folder, OF_COMFYUI):
         raise OptionError(f"--comfyui: no checkout of ComfyUI, got {str(folder)!r}")
     release = import_comfyui(str(folder), "--cpu")
     from sdfastgn.patches.comfyui.inject import CLAIMING
@@ -134,7 +134,7 @@ def _release_files(against: Path) -> Any:
     elif place.name not in ("diffusers", "comfy"):  # otherwise the package may be the folder itself
         every.remove(place.parent)
     for files in every:
-        if _has_file(files, "diffusers/__init__.py") or _has_file(files, _OF_COMFYUI):
+        if _has_file(files, "diffusers/__init__.py") or _has_file(files, OF_COMFYUI):
             return files
     raise OptionError(f"--against: no wheel or folder of diffusers or ComfyUI, got {str(against)!r}")
 
@@ -186,6 +186,8 @@ def _advice(unknown: list[_Method], *, has_diff: bool) -> str:
     seen = [version["first_seen"] for version in last if "first_seen" in version]
     if has_diff:
         return "Read each change and make it in the fused forward if it matters. Then add --accept"
+    if not seen and any(method.package == "comfy" for method in unknown):
+        return f"To see what changed: {how_to_compare(file_of(method.cls) for method in unknown)}"
     if not seen:
         return "To see what changed: add --against with a release in which they are known"
     # The installed code of an unknown method is not in ``tested_sources.json``, but earlier code of most

@@ -1,7 +1,8 @@
-"""Plans for VAEs of ComfyUI whose blocks cannot be fused: there are none, or their code was never tested.
+"""Plans for models of ComfyUI whose blocks cannot be fused: there are none, or their code was never tested.
 
-They are an injection beside that of ``patches/comfyui``, which leaves such blocks stock. ComfyUI turns it on
-when it has loaded the VAE, and off before it moves or patches the weights.
+A VAE gets them by a second injection. The first one, of ``patches/comfyui``, leaves such blocks stock.
+ComfyUI turns both on when it has loaded the VAE, and off before it moves or patches the weights. UNets
+(``comfyui_unet.py``) have fused blocks, too.
 """
 
 from __future__ import annotations
@@ -9,16 +10,20 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from comfy.patcher_extension import PatcherInjection
 from torch import nn
 
 from sdfastgn.patches.comfyui import dynamic_vram, model_patcher, report
-from sdfastgn.patches.comfyui.inject import reason_to_stay, root_of
+from sdfastgn.patches.comfyui.inject import inject, reason_to_stay, root_of
 from sdfastgn.patches.comfyui.layers import LAYERS
+from sdfastgn.patches.comfyui.unet import has_no_patches
 from sdfastgn.patches.layout import channels_last
 from sdfastgn.patches.patcher import Finding
+from sdfastgn.patches.swap.tested_sources import Untested
+from sdfastgn.plans import comfyui_unet
 from sdfastgn.plans import install as planning
 from sdfastgn.plans.forward import PlannedForward
 
@@ -28,6 +33,21 @@ _KEY = "sdfastgn plans"
 _TRUSTED = frozenset(("comfy_aimdo", "comfy_kitchen", "psutil"))
 # VAE -> what was taken off from it. ComfyUI takes out and puts in around each decode and encode.
 _taken_out: weakref.WeakKeyDictionary[nn.Module, list[PlannedForward]] = weakref.WeakKeyDictionary()
+
+
+def optimize_model(
+    model: Any, cuda_graphs: str | bool = "auto", after_run: Callable[[str], None] | None = None
+) -> Any:
+    """``model_patcher.optimize_model``. A UNet with code that was never tested also gets plans."""
+    return model_patcher.optimize_model(model, cuda_graphs, after_run, fuse=_fuse, describe=text_of)
+
+
+def _fuse(root: nn.Module, cuda_graphs: str | bool) -> None:
+    if reason_to_stay(root) is not None or not comfyui_unet.untested_in(root):
+        inject(root, cuda_graphs)
+        return
+    comfyui_unet.PLANNED.apply(root)
+    inject(root, cuda_graphs, partial(comfyui_unet.install, trusted=_TRUSTED))
 
 
 def optimize_vae(vae: Any, after_load: Callable[[str], None] | None = None, *, plans: bool = True) -> Any:
@@ -57,14 +77,16 @@ def text_of(patcher: Any, has_run: bool = True) -> str:
     With ``has_run`` False the numbers of calls are left out.
     """
     root = root_of(patcher)
-    if not _gets_plans(patcher):
+    untested = _untested_unet(patcher)
+    if not untested and not _gets_plans(patcher):
         return report.text_of(patcher, has_run)
     name = type(root).__name__
     reason = report.why_stock(patcher, root)
     if reason is not None:
         return f"{name}: not faster. {reason}"
     lines = [f"{name}: faster, once its calls repeat. They run as plans"]
-    for each in planning.inspect(root):
+    lines += [f"Reason for plans: {why}" for why in untested or report.untested_in(root)]
+    for each in comfyui_unet.inspect_plans(root) if untested else planning.inspect(root):
         if has_run and each.calls:
             share = each.kernel_bytes / max(each.bytes, 1)
             lines.append(
@@ -72,7 +94,13 @@ def text_of(patcher: Any, has_run: bool = True) -> str:
             )
         lines += [f"As stock: {count} calls of {each.path or each.kind}. Reason: {why}"
                   for why, count in each.own.items() if count]  # fmt: skip
-    return "\n".join(lines)
+    return "\n".join([*lines, *(report.calls_of(root) if untested and has_run else [])])
+
+
+def _untested_unet(patcher: Any) -> list[Untested]:
+    """Why the calls of a UNet run as plans; empty if they do not. Those with code of other nodes do not."""
+    options = patcher.model_options.get("transformer_options", {})
+    return comfyui_unet.untested_in(root_of(patcher)) if has_no_patches(options) else []
 
 
 def _gets_plans(patcher: Any) -> bool:
@@ -81,6 +109,8 @@ def _gets_plans(patcher: Any) -> bool:
     is_untried = not planning.is_convolutional(modules)  # a transformer
     if _KEY not in patcher.injections or is_untried or not planning.gets_plans(root):
         return False
+    if report.untested_in(root):
+        return True
     blocks = [
         Finding("", module, fusion, "skipped" if reason else "fusable", reason or "")
         for module, fusion, reason in report.findings_in(root)
@@ -103,5 +133,7 @@ def _take_out(patcher: Any, is_finalizing: Callable[[], bool] = sys.is_finalizin
         return
     root = root_of(patcher)
     former = planning.take_off(root)
+    for planned in former:
+        planned.moved()  # ComfyUI may move the weights next, and their old memory must be free then
     if former:
         _taken_out[root] = former

@@ -35,7 +35,9 @@ from sdfastgn.plans.rewrite.e4m3 import FEWEST_COLUMNS
 
 __all__ = [
     "Kind",
+    "Maker",
     "Planned",
+    "described",
     "fused_blocks_pay",
     "gets_plans",
     "inspect",
@@ -236,7 +238,7 @@ def trusted_in(modules: Iterable[nn.Module]) -> frozenset[str] | None:
         found += [] if planned is None else [planned.trusted]
         graphed = graphed_of(module)
         maker = graphed.planner.make if graphed is not None and graphed.planner is not None else None
-        found += [maker.trusted] if isinstance(maker, _Maker) else []
+        found += [maker.trusted] if isinstance(maker, Maker) else []
     return frozenset().union(*found) if found else None
 
 
@@ -273,7 +275,7 @@ def install(
     for _, module in outermost(root):
         for graphed in GraphedForward.of(module):
             graphed_modules.add(module)
-            maker = _Maker(trusted, verifies, weights=weights) if is_on else None
+            maker = Maker(trusted, verifies, weights=weights) if is_on else None
             _set_planner(module, graphed, maker, kind.blocks, is_required=is_transformer and module is root)
     if not has_plans and not (can_have and not graphed_modules and _is_called_each_step(root)):
         remove(root)
@@ -302,7 +304,7 @@ def install(
 def _set_planner(
     module: nn.Module,
     graphed: GraphedForward,
-    maker: _Maker | None,
+    maker: Maker | None,
     blocks: Iterable[patcher.Finding],
     *,
     is_required: bool,
@@ -329,7 +331,7 @@ def _set_planner(
 
 
 @dataclass(frozen=True)
-class _Maker:
+class Maker:
     """Makes a ``PlannedForward`` that a ``GraphedForward`` runs."""
 
     trusted: frozenset[str]
@@ -338,7 +340,7 @@ class _Maker:
     weights: RowWeights | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Maker, (self.trusted, self.verifies, self.is_captured)  # a copy has no weights in E4M3
+        return Maker, (self.trusted, self.verifies, self.is_captured)  # a copy has no weights in E4M3
 
     def __call__(self, module: nn.Module, method: str, states: States) -> PlannedForward:
         options = {"method": method, "states": states, **vars(self)}
@@ -365,13 +367,13 @@ def inspect(root: nn.Module, prefix: str = "", kind: Kind | None = None) -> Iter
         (path, module) for path, module in root.named_modules(prefix=prefix) if _planned(module) is not None
     ]
     for path, module in found:
-        yield _described(path, module, _planned(module))
+        yield described(path, module, _planned(module))
     for path, module in outermost(root, prefix):
         for graphed in GraphedForward.of(module):
             planner = graphed.planner
             waiting = [None] if planner is not None and planner.is_required else []  # not called yet
             for planned in graphed.planned or waiting:
-                yield _described(path, module, planned)
+                yield described(path, module, planned)
     kind = kind or (None if found else kind_of_model(root))
     if not found and kind is not None and kind.gets_plans:
         reasons = {"it is compiled by torch.compile": 0} if is_compiled(root) else {}
@@ -379,7 +381,8 @@ def inspect(root: nn.Module, prefix: str = "", kind: Kind | None = None) -> Iter
         yield Planned(prefix, type(root).__name__, False, own=reasons | ({reason: 0} if reason else {}))
 
 
-def _described(path: str, module: nn.Module, planned: PlannedForward | None) -> Planned:
+def described(path: str, module: nn.Module, planned: PlannedForward | None) -> Planned:
+    """What the report says about ``planned``, the plans of ``module``. None: it has none yet."""
     plans = [] if planned is None else planned.plans
     steps = [step for plan in plans for step in plan.steps]
     sizes: Counter[str] = Counter()

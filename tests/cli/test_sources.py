@@ -187,3 +187,6 @@ def test_comfyui_and_the_file_name_the_same_methods(tmp_path):
         f"{name}.{method}" for name in versions if name.startswith("comfy.") for method in versions[name]
     }
     assert f"comfy 9.9.9: 0 of {len(asked)} methods are known" in done.stdout
+    release = tested_sources.newest_release("comfy")
+    assert "To see what changed: fetch comfy/ldm/hunyuan_video/vae_refiner.py, comfy/" in done.stdout
+    assert f"comfy/sd.py of ComfyUI {release} into a folder, then run `sdfastgn sources " in done.stdout

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from comfy import model_management
@@ -27,7 +28,7 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequenti
 from torch import Tensor, nn
 
 from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
-from sdfastgn.patches.graphs.forward import GraphedForward
+from sdfastgn.patches.graphs.forward import GraphedForward, Planner
 from sdfastgn.patches.offload.moves import follow_moves, stop_following
 from sdfastgn.patches.swap.fusion import ClassSwap
 from sdfastgn.patches.swap.instance_entries import InstanceEntry
@@ -35,8 +36,8 @@ from sdfastgn.patches.swap.tested_sources import tested
 
 # Names of the entries in ``transformer_options`` that ComfyUI's own sampling and a UNet's forward add. A call
 # with any other entry runs eagerly. Other nodes may put code into the entries ``patches`` and
-# ``patches_replace``, so ``_other_nodes`` also looks into these two.
-_HARMLESS = frozenset(
+# ``patches_replace``, so ``other_nodes`` also looks into these two.
+HARMLESS = frozenset(
     (
         "activations_shape", "block", "block_index", "callbacks", "cond_or_uncond", "original_shape",
         "patches", "patches_replace", "prefetch_dynamic_vbars", "sample_sigmas", "sigmas",
@@ -68,12 +69,18 @@ def calls_of_run(unet: nn.Module) -> tuple[int, Counter[str]]:
     return graphed.replays - replays, graphed.eager - eager
 
 
-def install(unet: nn.Module, mode: str | bool) -> None:
+def install(
+    unet: nn.Module, mode: str | bool, method: str = "forward", planner: Planner | None = None
+) -> None:
     """Let calls of ``unet`` become graphs; with ``mode`` False, drop all its graphs and make no new ones.
 
-    ``mode``: as ``cuda_graphs`` in ``sdfastgn.optimize``.
+    ``mode``: as ``cuda_graphs`` in ``sdfastgn.optimize``. ``method``: the method that the graphs repeat.
+    ``planner``: runs it by plans; None if none does.
     """
-    graphed = _graphs.setdefault(unet, GraphedForward(unet, mode))
+    graphed = _graphs.get(unet)
+    if graphed is None or (graphed.method, graphed.planner) != (method, planner):
+        drop(unet)
+        graphed = _graphs[unet] = GraphedForward(unet, mode, method=method, planner=planner)
     graphed.mode = mode
     if mode is False:
         graphed.clear()
@@ -85,21 +92,24 @@ def graphs_of(unet: nn.Module) -> GraphedForward | None:
 
 
 def drop(unet: nn.Module) -> None:
-    """Drop all graphs of ``unet``, so that their memory and the weights that they watched are freed."""
+    """Drop all graphs and plans of ``unet``, so that their memory and the weights they watched are freed."""
     graphed = _graphs.get(unet)
     if graphed is not None:
         graphed.clear()
+        for planned in graphed.planned:
+            planned.clear()
     keep_at_moves(unet)
 
 
 def drop_at_next_move(unet: nn.Module) -> None:
-    """Let the next ``.to()`` of ``unet``, or of a module that contains it, drop its graphs. Idempotent.
+    """Let the next ``.to()`` of ``unet``, or of a module around it, drop its graphs and plans. Idempotent.
 
     ComfyUI calls ``.to()`` when it unloads a model, and when it has replaced weights by those without a LoRA.
     It may do so for a clone of the ``ModelPatcher`` without sdfastgn's callbacks: a stock one.
     """
     graphed = _graphs.get(unet)
-    if graphed is not None and graphed.mode is not False and "_apply" not in vars(unet):
+    has_any = graphed is not None and (graphed.mode is not False or graphed.planner is not None)
+    if has_any and "_apply" not in vars(unet):
         follow_moves(_DropGraphs(unet))
 
 
@@ -145,14 +155,8 @@ class FusedUNetModel(UNetModel):
         if transformer_options is None:  # this call comes from ``GraphedForward``
             if control is not None:
                 control = {name: list(entries) for name, entries in control.items()}
-            try:
+            with keeping_interrupts():
                 return super()._forward(x, timesteps, context, y, control, {}, **kwargs)
-            except model_management.InterruptProcessingException:
-                # When ComfyUI raised this error, it cleared its flag for interrupts. The flag is set again,
-                # because a capture may ignore the error, and then the eager call after the capture must raise
-                # it.
-                model_management.interrupt_current_processing()
-                raise
         return super().forward(x, timesteps, context, y, control, transformer_options, **kwargs)
 
     def _forward(
@@ -167,7 +171,7 @@ class FusedUNetModel(UNetModel):
     ) -> Tensor:
         options = {} if transformer_options is None else transformer_options
         graphed = _graphs.get(self)
-        reason = _other_nodes(options)
+        reason = other_nodes(options)
         if reason is not None:
             if graphed is not None:
                 graphed.eager[reason] += 1
@@ -183,6 +187,20 @@ class FusedUNetModel(UNetModel):
         return output
 
 
+@contextmanager
+def keeping_interrupts() -> Iterator[None]:
+    """A context for ComfyUI's code in a call that may run once more, such as after a capture that failed.
+
+    When ComfyUI raises the error for an interrupt, it clears its flag. The flag is set again here, because
+    the error may be ignored, and then the second run must raise it.
+    """
+    try:
+        yield
+    except model_management.InterruptProcessingException:
+        model_management.interrupt_current_processing()
+        raise
+
+
 def _remove_used(unet: Any, control: dict[str, list[Any]]) -> None:
     """Remove from the lists in ``control`` what stock's forward removes: the last entry for each block."""
     for name, count in ("input", len(unet.input_blocks)), ("middle", 1), ("output", len(unet.output_blocks)):
@@ -190,12 +208,12 @@ def _remove_used(unet: Any, control: dict[str, list[Any]]) -> None:
         del entries[max(0, len(entries) - count) :]
 
 
-def _other_nodes(options: dict[str, Any]) -> str | None:
+def other_nodes(options: dict[str, Any]) -> str | None:
     """A sentence with the names of other nodes' entries in ``options``; None if there are none.
 
     ``options``: the ``transformer_options``.
     """
-    names = {*options.get("patches", ()), *options.get("patches_replace", ()), *(options.keys() - _HARMLESS)}
+    names = {*options.get("patches", ()), *options.get("patches_replace", ()), *(options.keys() - HARMLESS)}
     return f"other nodes take part: {', '.join(sorted(map(str, names)))}" if names else None
 
 

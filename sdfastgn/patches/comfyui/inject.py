@@ -8,6 +8,7 @@ patches. So weights do not change while the model is fused.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -81,8 +82,15 @@ def _about(cls: Any, stage: int) -> tuple[Any, ...]:
     return tuple(fusion for fusion in _STAGES[stage] if issubclass(cls, fusion.stock))
 
 
-def inject(root: nn.Module, cuda_graphs: str | bool = "auto") -> None:
-    """Fuse what can be fused in ``root``. If anything raises, ``root`` is restored first. Idempotent."""
+def inject(
+    root: nn.Module,
+    cuda_graphs: str | bool = "auto",
+    install: Callable[[nn.Module, str | bool], None] = graphs.install,
+) -> None:
+    """Fuse what can be fused in ``root``. If anything raises, ``root`` is restored first. Idempotent.
+
+    ``install``: called with a UNet of a class that can have graphs, and the mode of these.
+    """
     if not has_blocks(root):
         return
     if reason_to_stay(root) is not None:
@@ -99,7 +107,7 @@ def inject(root: nn.Module, cuda_graphs: str | bool = "auto") -> None:
         channels_last.apply(root)
         for module in root.modules():
             if graphs.UNET.is_applied(module):
-                graphs.install(module, cuda_graphs if is_loaded(module) else False)
+                install(module, cuda_graphs if is_loaded(module) else False)
         check_calls(root)
     except BaseException:
         eject(root)

@@ -12,6 +12,7 @@ from typing import Any
 
 import comfy.sd
 from comfy.patcher_extension import CallbacksMP, PatcherInjection
+from torch import nn
 
 from sdfastgn.patches.comfyui import dynamic_vram
 from sdfastgn.patches.comfyui.graphs import UNET, begin_run
@@ -22,7 +23,12 @@ from sdfastgn.patches.graphs.install import INFERENCE_MODES
 
 
 def optimize_model(
-    model: Any, cuda_graphs: str | bool = "auto", after_run: Callable[[str], None] | None = None
+    model: Any,
+    cuda_graphs: str | bool = "auto",
+    after_run: Callable[[str], None] | None = None,
+    *,
+    fuse: Callable[[nn.Module, str | bool], None] = inject,
+    describe: Callable[[Any], str] = text_of,
 ) -> Any:
     """A clone of the ``ModelPatcher`` ``model``. While the clone is loaded, its model is fused.
 
@@ -35,6 +41,8 @@ def optimize_model(
         cuda_graphs: "auto" captures the second call of a kind, True the first, False none.
             ``sdfastgn.optimize`` explains kinds of calls.
         after_run: called with the text of the report whenever the sampler has run the model.
+        fuse: called with the model and ``cuda_graphs`` when ComfyUI has loaded the model.
+        describe: makes the text of the report on a ``ModelPatcher``.
 
     Raises:
         TypeError: ``model`` is no ``ModelPatcher``, or ComfyUI is too old to have injections.
@@ -48,7 +56,7 @@ def optimize_model(
 
     def put_in(patcher: Any) -> None:
         if not dynamic_vram.is_dynamic(patcher):
-            inject(root_of(patcher), cuda_graphs)
+            fuse(root_of(patcher), cuda_graphs)
 
     def take_out(patcher: Any, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # When Python exits, ComfyUI ejects the models that are still loaded, but by then some of the Python
@@ -66,7 +74,7 @@ def optimize_model(
 
     def end(patcher: Any) -> None:
         if after_run is not None:
-            after_run(text_of(patcher))
+            after_run(describe(patcher))
 
     def let_go(patcher: Any, unpatch_all: bool) -> None:
         if unpatch_all:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.comfyui import dynamic_vram, graphs
 from sdfastgn.patches.comfyui.inject import CLAIMING, KEY, has_blocks, is_loaded, reason_to_stay, root_of
 from sdfastgn.patches.comfyui.layers import LAYERS
+from sdfastgn.patches.comfyui.tiled_decode import AUTOENCODERS
 from sdfastgn.patches.comfyui.unet import has_no_patches
 from sdfastgn.patches.swap.fusion import Fusion
+from sdfastgn.patches.swap.tested_sources import Untested, how_to_compare, unknown_source
 
 # Name of a fusion -> the report's word for the modules that the fusion changes. Each fusion in ``CLAIMING``
 # has an entry.
@@ -90,8 +92,24 @@ def text_of(patcher: Any, has_run: bool = True) -> str:
     if fused:
         lines.append(f"Fused: {_counted(fused)}")
     lines += [f"As stock: {_counted(parts)}. Reason: {why}" for why, parts in stock.items()]
+    lines += _cost(stock)
     lines += [f"In plain PyTorch: {op}. Reason: {why}" for op, why in dispatch.ops_without_kernels().items()]
-    return "\n".join([*lines, *(_calls(root) if has_run else [])])
+    return "\n".join([*lines, *(calls_of(root) if has_run else [])])
+
+
+def _cost(stock: dict[str, Counter[str]]) -> list[str]:
+    """What the parts that run as stock because of untested code cost, and how to see what changed there."""
+    untested = {reason: parts for reason, parts in stock.items() if isinstance(reason, Untested)}
+    if not untested:
+        return []
+    parts = sum(untested.values(), Counter[str]())
+    has_no_graphs = parts.pop(_WORDS[graphs.UNET.name], 0)
+    costs = [f"its {' and '.join(parts)} are not fused"] if parts else []
+    costs += ["no call becomes a CUDA graph"] if has_no_graphs else []
+    return [
+        f"This costs speed: {', and '.join(costs)}",
+        f"To see what changed: {how_to_compare(reason.file for reason in untested)}",
+    ]
 
 
 # The report's word for transformer blocks. They run stock's code while other nodes have patches inside of
@@ -140,19 +158,34 @@ def parts_of(root: nn.Module) -> tuple[Counter[str], dict[str, Counter[str]]]:
     return fused, stock
 
 
-def findings_in(root: nn.Module) -> Iterator[tuple[nn.Module, Fusion, str | None]]:
-    """(module, a fusion that claims it, why the module runs stock's code or None), outer modules first."""
+def findings_in(
+    root: nn.Module, fusions: Sequence[Fusion] = CLAIMING
+) -> Iterator[tuple[nn.Module, Fusion, str | None]]:
+    """(module, one of ``fusions`` that claims it, why the module runs stock's code or None).
+
+    Outer modules come first.
+    """
     for module in root.modules():
-        for fusion in CLAIMING:
+        for fusion in fusions:
             if fusion.claims(module):
                 yield module, fusion, None if fusion.is_applied(module) else fusion.reason_to_skip(module)
+
+
+def untested_in(root: nn.Module) -> list[Untested]:
+    """Why parts of ``root`` run as stock because their code was never tested, each reason once.
+
+    Code of the tiled decode does not count, because no other call runs it.
+    """
+    unknown = [each for each in CLAIMING if each not in AUTOENCODERS and unknown_source(*each.sources)]
+    found = (reason for _, _, reason in findings_in(root, unknown))
+    return list(dict.fromkeys(reason for reason in found if isinstance(reason, Untested)))
 
 
 def _counted(parts: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in parts.items())
 
 
-def _calls(root: nn.Module) -> list[str]:
+def calls_of(root: nn.Module) -> list[str]:
     """Lines of the report about the calls of the last run and the memory of all graphs.
 
     Empty before the first run, and for models that never become graphs, such as a VAE. If weights do not stay

@@ -18,11 +18,14 @@ import re
 import textwrap
 import types
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 # The hashes of the tested versions. ``sdfastgn sources`` also reads this file, and adds new versions to it.
 FILE = Path(__file__).parents[1] / "tested_sources.json"
+# Every checkout of ComfyUI has this file. So a folder without it is no checkout of ComfyUI.
+OF_COMFYUI = "comfy/ops.py"
 
 
 class TestedSource(NamedTuple):
@@ -176,10 +179,12 @@ def _is_upstreams(link: Any) -> bool:
 class Untested(str):
     """The reason to skip a module if a method of upstream has code that was never tested.
 
-    A class of its own, by which ``optimize`` finds these reasons among others.
+    A class of its own, by which ``optimize`` finds these reasons among others. ``file``: the file of this
+    code, from the folder of the release, such as "comfy/ops.py".
     """
 
-    __slots__ = ()
+    __slots__ = ("file",)
+    file: str
 
     @property
     def method(self) -> str:
@@ -194,5 +199,23 @@ def unknown_source(*sources: TestedSource) -> Untested | None:
             if not is_known(cls, method):
                 package = _UPSTREAM.get(upstream_name(cls).partition(".")[0], "diffusers")
                 name = f"{cls.__name__}.{method}"
-                return Untested(f"{name} of this {package} is not a version that sdfastgn was tested with")
+                found = Untested(f"{name} of this {package} is not a version that sdfastgn was tested with")
+                found.file = file_of(cls)
+                return found
     return None
+
+
+def file_of(cls: Any) -> str:
+    """The file of the class or Python module ``cls``, from the folder of the release."""
+    name = cls.__name__ if isinstance(cls, types.ModuleType) else cls.__module__
+    return f"{name.replace('.', '/')}.py"
+
+
+def how_to_compare(files: Iterable[str]) -> str:
+    """What a user does to see how the code in ``files`` of ComfyUI differs from the newest tested release."""
+    *most, last = sorted({*files, OF_COMFYUI})
+    needed = f"{', '.join(most)} and {last}" if most else last
+    return (
+        f"fetch {needed} of ComfyUI {newest_release('comfy')} into a folder, then run "
+        "`sdfastgn sources --comfyui CHECKOUT --against FOLDER`"
+    )

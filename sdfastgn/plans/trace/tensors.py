@@ -139,7 +139,9 @@ class TracedTensor(Tensor):
 def make(
     m: Metadata, node: fx.Node, base: TracedTensor | None = None, path: tuple[Step, ...] = ()
 ) -> TracedTensor:
-    t: Any = private.make_wrapper(TracedTensor, m.shape, strides=m.stride, dtype=m.dtype, device=m.device)
+    # PyTorch lets a view of a parameter be no inference tensor, even in inference mode.
+    with torch.inference_mode(False):
+        t: Any = private.make_wrapper(TracedTensor, m.shape, strides=m.stride, dtype=m.dtype, device=m.device)
     t.metadata, t.node, t.base, t.path = m, node, base, path
     t.version, t.memory = 0 if base is None else base.version, None
     return t

@@ -173,7 +173,7 @@ def test_a_graph_keeps_no_tensors_of_the_trace():
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_gradient_modes(around):
-    net = Net(lambda net, x: F.linear(x, net.weight).relu_())
+    net = Net(lambda net, x: F.linear(x, net.weight[:2]).relu_())
     with around():
         traced = trace(net, net, torch.randn(4, 4))
     with torch.no_grad():

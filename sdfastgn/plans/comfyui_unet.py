@@ -1,0 +1,150 @@
+"""Plans for a ``UNetModel`` of ComfyUI with code that was never tested, in itself or in a block.
+
+The model gets the class ``PlannedUNetModel``, which relies on no tested code. A call without code of other
+nodes runs as a plan, and as a CUDA graph of the plan where Python takes longer than the GPU. Every other call
+runs ComfyUI's own code, with the fused blocks that are known.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, NoReturn
+
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from torch import Tensor, nn
+
+from sdfastgn.patches.comfyui import graphs, report
+from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
+from sdfastgn.patches.graphs.forward import Planner
+from sdfastgn.patches.swap.fusion import ClassSwap, stock_class
+from sdfastgn.patches.swap.tested_sources import Untested, unknown_source
+from sdfastgn.plans.install import Maker, Planned, described
+from sdfastgn.plans.trace.refusals import is_tracing, refuse
+
+__all__ = ["PLANNED", "PlannedUNetModel", "inspect_plans", "install", "untested_in"]
+
+# The method that plans and graphs repeat.
+_METHOD = "call_alone"
+# The arguments of ``_forward`` on which ``PlannedUNetModel`` relies.
+_ARGUMENTS = ["self", "x", "timesteps", "context", "y", "control", "transformer_options", "kwargs"]
+# Entries of ``transformer_options`` that are empty in a call without other nodes.
+_EMPTY = ("patches", "patches_replace")
+# The ``transformer_options`` of the call that runs now.
+_options: ContextVar[dict[str, Any]] = ContextVar("sdfastgn_transformer_options")
+
+
+class _Unread:
+    """Replaces an entry of ``transformer_options`` in a trace. The trace ends if code uses its value.
+
+    ComfyUI's code passes all entries on to other nodes. Their values differ in each call.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        refuse(f"the call reads transformer_options[{vars(self)['_name']!r}]")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = __str__ = _refuse
+    __getattr__ = __getitem__ = __contains__ = __iter__ = __len__ = __call__ = _refuse
+    __int__ = __float__ = __index__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> NoReturn:
+        refuse("the call computes with an entry of transformer_options")
+
+
+class PlannedUNetModel(UNetModel):
+    """``UNetModel`` whose calls are plans of ComfyUI's own code, where no other node takes part.
+
+    x (N, C, H, W), timesteps (N,), context (N, tokens, D) -> (N, C_out, H, W).
+    """
+
+    def _forward(
+        self,
+        x: Tensor,
+        timesteps: Tensor | None = None,
+        context: Any = None,
+        y: Tensor | None = None,
+        control: Any = None,
+        transformer_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        options = {} if transformer_options is None else transformer_options
+        graphed = graphs.graphs_of(self)
+        reason = graphs.other_nodes(options)
+        if graphed is None or reason is not None:
+            if graphed is not None and reason is not None:
+                graphed.eager[reason] += 1
+            return super()._forward(x, timesteps, context, y, control, options, **kwargs)
+        token = _options.set(options)
+        try:
+            with outside_inference_mode():
+                output, left = graphed(x, timesteps, context=context, y=y, control=control, **kwargs)
+        finally:
+            _options.reset(token)
+        for name, count in left.items():
+            del control[name][count:]
+        return output
+
+    def call_alone(
+        self,
+        x: Tensor,
+        timesteps: Tensor | None = None,
+        context: Any = None,
+        y: Tensor | None = None,
+        control: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, dict[str, int]]:
+        """A call without code of other nodes. Leaves ``control`` as it is.
+
+        Returns also how many entries of each list in ``control`` ComfyUI's code has not removed.
+        """
+        options = _options.get()
+        if is_tracing():
+            options = {name: {} if name in _EMPTY else _Unread(name) for name in graphs.HARMLESS}
+        given = None if control is None else {name: list(entries) for name, entries in control.items()}
+        with graphs.keeping_interrupts():
+            output = super()._forward(x, timesteps, context, y, given, options, **kwargs)
+        left = {} if given is None else {name: len(entries) for name, entries in given.items()}
+        if is_tracing():
+            for name, entries in (given or {}).items():
+                if any(map(operator.is_not, entries, control[name])) or len(entries) > len(control[name]):
+                    refuse("the call changes control other than by removing the last tensors")
+        return output, left
+
+
+def _reason_to_skip(unet: Any) -> str | None:
+    found = list(inspect.signature(UNetModel._forward).parameters)
+    return None if found == _ARGUMENTS else f"UNetModel._forward has other arguments: {', '.join(found)}"
+
+
+PLANNED = ClassSwap("comfyui_planned_unet", UNetModel, PlannedUNetModel, check=_reason_to_skip)
+
+
+def untested_in(root: nn.Module) -> list[Untested]:
+    """Which code of ``root`` was never tested, if ``root`` is a ``UNetModel`` that gets plans for that."""
+    if stock_class(root) is not UNetModel or PLANNED.reason_to_skip(root) is not None:
+        return []
+    own = unknown_source(*graphs.UNET.sources)
+    return list(dict.fromkeys([*report.untested_in(root), *([] if own is None else [own])]))
+
+
+def inspect_plans(unet: nn.Module) -> Iterator[Planned]:
+    """Yields what the report says about the plans of ``unet``, for each state of the code."""
+    graphed = graphs.graphs_of(unet)
+    for planned in () if graphed is None else graphed.planned:
+        yield described("", unet, planned)
+
+
+def install(unet: nn.Module, mode: str | bool, trusted: frozenset[str]) -> None:
+    """Let calls of ``unet``, a ``PlannedUNetModel``, run as plans.
+
+    ``mode``: as ``cuda_graphs`` in ``sdfastgn.optimize``. ``trusted``: packages whose code keeps no state.
+    """
+    planner = Planner(Maker(trusted, False), is_always=True, is_required=True)
+    graphs.install(unet, mode, _METHOD, planner)
