@@ -1,4 +1,4 @@
-"""Compile the kernels of SD1.5 and SDXL for several GPUs, as the package sdfastgn-compiled. Needs no GPU.
+"""Compile kernels of known models for several GPUs, as the package sdfastgn-compiled. Needs no GPU.
 
 python -m scripts.build_compiled --output build/compiled
 
@@ -6,14 +6,15 @@ The output folder is a project for ``python -m build``: the files of ``integrati
 for each compute capability and the Triton of this environment. An earlier output with other versions of
 Triton keeps their archives, if they are of the same kernels.
 
-Which kernels are compiled: each model is optimized and called on the device meta, and its launches are
-written down instead of launched. Some tile sizes depend on the number of multiprocessors, so this is done for
-several GPUs of each compute capability.
+Which kernels are compiled: each model is called on the device meta as ``optimize`` would run it, and its
+launches are written down instead of launched. Some tile sizes depend on the number of multiprocessors, so
+this is done for several GPUs of each compute capability.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import multiprocessing
 import os
@@ -34,6 +35,8 @@ from sdfastgn.kernels.common import archive, dispatch, gpu
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.observers import observed_by
 from sdfastgn.models.configurations import VIDEO_NETWORKS
+from sdfastgn.plans.install import gets_plans
+from sdfastgn.plans.preview import plans_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = ROOT / "integrations" / "compiled"
@@ -54,10 +57,10 @@ IMAGES: dict[str, tuple[Size, ...]] = {
     "sdxl": ((1024, 1024), (896, 1152), (1152, 896), (832, 1216), (1216, 832)),
     "tiny": ((64, 64),),
 }
-# Models that are compiled without --model.
-MODELS = ("sd15", "sdxl")
-# Networks of video whose decoders can be compiled too.
+# Models of which the autoencoder is compiled.
 VIDEOS = tuple(name for name, parts in VIDEO_NETWORKS.items() if "vae" in parts)
+# Models that are compiled without --model.
+MODELS = ("sd15", "sdxl", "wan", "qwen_image", "hunyuan_video", "cogvideox", "svd")
 
 
 class CompilerDriver:
@@ -150,13 +153,22 @@ def _image_calls(model: str) -> Iterable[Any]:
 
 
 def _video_calls(model: str) -> Iterable[Any]:
-    """A decode of an optimized autoencoder of video, in its own dtype and at the size of the benchmarks."""
+    """A decode of an autoencoder of video, in its own dtype and at the size of the benchmarks."""
     network = VIDEO_NETWORKS[model]["vae"]
     size: dict[str, Any] = {"frames": network.frames, "width": network.width}
     config = BenchConfig(model, "vae", network.height, network.batch, network.dtype, "meta", 1, **size)
     workload = build_video(config)
-    _optimize(workload.target)
-    yield workload.call
+    if not gets_plans(workload.target):
+        _optimize(workload.target)
+        yield workload.call
+        return
+    kind = "hopper" if gpu.META_CAPABILITY.get() == capability("sm_90") else "other"
+    for each in plans_of(workload.target, workload.call, kind):
+        if each.plan is None:
+            raise ValueError(f"build_compiled: {model}: a call of {each.path!r} has no plan: {each.reason}")
+        metas = [node.meta for node in each.plan.given[1]]
+        inputs = [torch.empty(meta["shape"], dtype=meta["dtype"], device="meta") for meta in metas]
+        yield functools.partial(each.plan.run, inputs)
 
 
 def _optimize(network: Any) -> None:
@@ -199,7 +211,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("build/compiled"), help="folder to write")
     parser.add_argument("--generation", action="append", choices=MULTIPROCESSORS, help="default: all")
-    parser.add_argument("--model", action="append", choices=(*IMAGES, *VIDEOS), help="default: sd15 and sdxl")
+    parser.add_argument(
+        "--model", action="append", choices=(*IMAGES, *VIDEOS), help=f"default: {', '.join(MODELS)}"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: the number of CPUs")
     options = parser.parse_args(arguments)
     if options.processes < 1:

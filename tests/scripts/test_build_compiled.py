@@ -54,6 +54,17 @@ def test_the_kernels_of_a_model_are_found_once_each(gpu_of_meta) -> None:
     assert not build_compiled.launches("tiny")[0][0].direct()
 
 
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("qwen_image", {"_channel_norm_kernel", "_frames_kernel", "_softmax_kernel"}),  # by plans
+        ("svd", {"apply_kernel", "_statistics_kernel", "_softmax_kernel"}),  # by fused blocks
+    ],
+)
+def test_the_kernels_of_a_decoder_are_found(model: str, names: set[str], gpu_of_meta) -> None:
+    assert {launch.kernel.fn.__name__ for launch, _ in build_compiled.launches(model)} >= names
+
+
 @pytest.mark.slow
 def test_the_package_is_built_and_its_kernels_are_found(tmp_path: Path) -> None:
     output = tmp_path / "compiled"
