@@ -46,7 +46,7 @@ PIP_ENV := env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT -u PIP_CONSTRAINT -u PIP_
        -u PIP_REQUIRE_HASHES -u PYTHONPATH -u PYTHONHOME PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1
 PIP := $(PIP_ENV) $(BIN)/python -m pip
 
-.PHONY: help demo test test-slow test-programs test-compile test-gpu test-comfyui comfyui-requirements comfyui-node test-serve matrix check docs dist hub-kernels bench \
+.PHONY: help demo test test-slow test-programs test-compile test-gpu test-comfyui comfyui-requirements comfyui-node test-serve matrix check docs package dist compiled hub-kernels bench \
   lint types format format-check install clean
 
 help:  ## list the targets
@@ -147,18 +147,27 @@ docs: $(DOCS_STAMP)  ## the documentation site, in build/site; stops at the firs
 	@echo "open build/site/index.html"
 
 # The wheel is built from the sdist. Build isolation is off because it would fetch its own setuptools.
-dist: $(STAMP)  ## the sdist and the wheel of a release, in dist, as PyPI accepts them
+package: $(STAMP)  ## the sdist and the wheel of a release, in dist, as PyPI accepts them
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+
+dist: package  ## all files of a release, in dist: what package and compiled make; minutes
+	$(MAKE) compiled
 	$(BIN)/python -m twine check --strict dist/*
 
 # The repository on the Hub that the card and build.toml name.
 HUB_REPO ?= sdfastgn/sdfastgn
 
+# Kernels are compiled for the Triton of .venv; those of another Triton in build/compiled are kept.
+compiled: $(STAMP)  ## the optional wheel sdfastgn-compiled, in dist: kernels for six generations of GPUs; minutes
+	$(BIN)/python -m scripts.build_compiled --output build/compiled
+	$(BIN)/python -m build --no-isolation --wheel --outdir dist build/compiled
+
 hub-kernels: $(STAMP)  ## the kernels as a package for Hugging Face's Kernel Hub, in build/hub-kernels
 	$(BIN)/python scripts/build_hub_kernels.py --output build/hub-kernels --repo-id $(HUB_REPO)
 
-check: format-check lint types docs dist test test-slow test-compile test-serve  ## all that CI looks at
+check: format-check lint types docs package test test-slow test-compile test-serve  ## all that CI looks at
 
 bench: $(STAMP)  ## measure most of what is published, on one GPU; JSON goes to build/renewal
 	$(BIN)/python -m scripts.publish.renew --archive build/renewal.tar.gz $(BENCH_ARGS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sdfastgn.kernels.common import dispatch, gpu
+from sdfastgn.kernels.common import archive, dispatch, gpu
 from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
 from sdfastgn.kernels.common.gpu import triton
 
@@ -26,7 +26,9 @@ def backend_text(roots: list[nn.Module], why_stock: list[str | None]) -> str:
         return f"{_STOCK_CODE} ({'; '.join(reasons)})"
     if any(p.is_meta for root in roots for p in root.parameters()):
         return ""  # unknown: it depends on the device to which the meta weights will be moved
-    return f"Triton {triton.__version__} on {torch.cuda.get_device_name()}"
+    devices = {p.device for root in roots for p in root.parameters()}
+    used = filter(None, map(archive.state, sorted(devices, key=str)))
+    return "; ".join([f"Triton {triton.__version__} on {torch.cuda.get_device_name()}", *dict.fromkeys(used)])
 
 
 def why_stock_runs(root: nn.Module) -> str | None:

@@ -90,6 +90,19 @@ def test_only_the_job_that_publishes_gets_a_token(jobs: dict[str, Any]) -> None:
     assert not any("run" in step for step in publish["steps"])  # no code of the repository beside the token
 
 
+def test_make_dist_builds_the_compiled_kernels_too_and_checks_them() -> None:
+    done = subprocess.run(["make", "-n", "dist"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    steps = re.findall(r" -m (build|scripts\.build_compiled|twine) (.*)$", done.stdout, re.MULTILINE)
+    assert steps == [
+        ("build", "--no-isolation --outdir dist ."),
+        ("twine", "check --strict dist/*"),
+        ("scripts.build_compiled", "--output build/compiled"),
+        ("build", "--no-isolation --wheel --outdir dist build/compiled"),
+        ("twine", "check --strict dist/*"),
+    ]
+
+
 def test_what_make_dist_has_checked_is_published_without_a_password(jobs: dict[str, Any]) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert re.search(r"^dist:.*\n(\t.*\n)*\t.* twine check --strict dist/\*$", makefile, re.MULTILINE)

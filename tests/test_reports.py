@@ -13,7 +13,8 @@ import torch
 from transformers import T5Config, T5EncoderModel
 
 import sdfastgn
-from sdfastgn.kernels.common import gpu
+from sdfastgn import backend
+from sdfastgn.kernels.common import archive, gpu
 from sdfastgn.models import architectures, configurations
 from sdfastgn.models.architectures import build_unet
 from sdfastgn.patches.graphs.install import Graphs
@@ -283,3 +284,13 @@ def test_a_pipeline_whose_vae_has_plans(name: str, monkeypatch: pytest.MonkeyPat
     assert json.loads(json.dumps(report.to_dict()))["plans"][-1]["path"] == "vae.decoder"
     assert "would" not in str(report)
     sdfastgn.restore(pipe)
+
+
+def test_a_report_says_which_compiled_kernels_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "_states", {torch.device("cpu"): "compiled kernels from here: 7"})
+    monkeypatch.setattr(backend, "triton", SimpleNamespace(__version__="3.9.0"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    models = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, device="meta")]
+    found = backend.backend_text(models[:1], [None])
+    assert found == "Triton 3.9.0 on a GPU; compiled kernels from here: 7"
+    assert backend.backend_text(models, [None, None]) == ""

@@ -7,6 +7,7 @@ error that the rehearsal has ignored is raised or reported then.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import time
@@ -23,6 +24,7 @@ from sdfastgn.cli import checks, loading
 from sdfastgn.kernels.common import archive as kernel_archive
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.compile_ahead import rehearse
+from sdfastgn.kernels.common.gpu import triton
 from sdfastgn.models import pipelines
 from sdfastgn.models.architectures import DTYPES
 from sdfastgn.models.configurations import PROMPT, TEXT_TO_IMAGE, VAES
@@ -66,6 +68,8 @@ def run(
         native, scale = loading.text_to_image("MODEL", model)
     wanted = [_size(text, scale) for text in sizes or [str(native)]]
     device = _gpu("--device", device)
+    if export is not None and not kernel_archive.can_record():
+        raise OptionError(f"--export: needs a later Triton than {triton.__version__}")
     if archive is not None:
         add_archive(archive, device)
     weights = DTYPES[loading.dtype_name("--dtype", dtype, device)]
@@ -75,7 +79,9 @@ def run(
         pipe = pipelines.load_pipeline("MODEL", model, weights, device)
     cache = triton_cache()
     before, start = _code(cache), time.perf_counter()
-    count = fill(pipe, wanted, batch)
+    with contextlib.ExitStack() as stack:
+        recorded = {} if export is None else stack.enter_context(kernel_archive.recording())
+        count = fill(pipe, wanted, batch)
     seconds = time.perf_counter() - start
     if dispatch.why_off is not None:
         print(f"{program()}: {dispatch.why_off}", file=sys.stderr)
@@ -87,9 +93,11 @@ def run(
         f"{counted(count, 'kernel')}, {len(_code(cache) - before)} of them compiled now, in {seconds:.1f} s"
     )
     print(f"{cache}: {size / 2**20:.1f} MiB")
+    if (used := kernel_archive.state(next(pipe.unet.parameters()).device)) is not None:
+        print(used)
     if export is not None:
         with writing(export):
-            written = kernel_archive.export(export, torch.device(device))
+            written = kernel_archive.export(export, torch.cuda.get_device_capability(device), recorded)
         print(f"{export}: {counted(written, 'kernel')}, {export.stat().st_size / 2**20:.1f} MiB")
     return 1 if dispatch.ops_off else 0
 

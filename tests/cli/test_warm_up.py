@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import sys
 from unittest import mock
@@ -41,6 +42,7 @@ def rehearsal(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(rehearsal.cache))
     monkeypatch.setattr(kernel_cache, "rehearse", rehearsal)
     monkeypatch.setattr(kernel_cache, "_gpu", lambda option, device: "cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return rehearsal
 
 
@@ -99,9 +101,11 @@ def test_an_op_without_kernels_is_an_error(rehearsal, monkeypatch, capsys):
 def test_export_and_import(rehearsal, tmp_path, monkeypatch):
     """An import needs no model, and with a model it comes before the first kernel is compiled."""
     calls = []
-    archive = mock.Mock(ArchiveError=ArchiveError)
+    recorded = {"a kernel's hash": "its parts"}
+    archive = mock.Mock(ArchiveError=ArchiveError, state=lambda device: "compiled kernels from here: 7")
+    archive.recording.side_effect = lambda: contextlib.nullcontext(recorded)
     archive.load.side_effect = lambda path, device: calls.append(("import", path.name)) or (3, 1)
-    archive.export.side_effect = lambda path, device: path.write_bytes(bytes(2**20)) and 4
+    archive.export.side_effect = lambda path, *_: path.write_bytes(bytes(2**20)) and 4
     monkeypatch.setattr(kernel_cache, "kernel_archive", archive)
     monkeypatch.setattr(kernel_cache, "fill", lambda *_: calls.append("fill") or 2)
     path = str(tmp_path / "kernels.zip")
@@ -110,7 +114,8 @@ def test_export_and_import(rehearsal, tmp_path, monkeypatch):
     assert result.stdout == f"{rehearsal.cache}: 3 kernels added from {path}, 1 were there\n"
     result = invoke("warm-up", "tiny", "--import", path, "--export", path)
     assert result.exit_code == 0
-    assert result.stdout.endswith(f"{path}: 4 kernels, 1.0 MiB\n")
+    assert result.stdout.endswith(f"\ncompiled kernels from here: 7\n{path}: 4 kernels, 1.0 MiB\n")
+    assert archive.export.call_args.args[1:] == ((9, 0), recorded)
     assert calls == [("import", "kernels.zip"), ("import", "kernels.zip"), "fill"]
 
 
@@ -120,6 +125,14 @@ def test_an_archive_that_cannot_be_written_is_an_error(rehearsal, tmp_path, monk
     result = invoke("warm-up", "tiny", "--size", "64", "--export", str(tmp_path / "kernels.zip"))
     assert result.exit_code == 2
     assert result.stderr == f"sdfastgn: cannot write '{tmp_path}/kernels.zip': No space left on device\n"
+
+
+def test_an_export_needs_a_triton_that_can_record(rehearsal, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel_cache.kernel_archive, "can_record", lambda: False)
+    result = invoke("warm-up", "tiny", "--export", str(tmp_path / "kernels.zip"))
+    assert result.exit_code == 2
+    assert "--export: needs a later Triton than " in result.stderr
+    assert not rehearsal.devices
 
 
 def test_an_archive_that_is_of_no_use_is_an_error(rehearsal, tmp_path):

@@ -77,6 +77,10 @@ WRONG = {
         "warm_up.py: --new-size: must be a positive multiple of 8"
     ),
     "build_hub_kernels.py --output mine": "*--output: 'mine' is not empty and holds no earlier build",
+    "build_compiled.py --output mine": "*--output: 'mine' is not empty and holds no earlier build",
+    "build_compiled.py --output out --generation sm_75": "*--generation: invalid choice: 'sm_75'*",
+    "build_compiled.py --output out --model sd9": "*--model: invalid choice: 'sd9'*",
+    "build_compiled.py --output out --processes 0": "*--processes must be at least 1, got 0",
     "build_hub_kernels.py --output out --repo-id us": "*--repo-id must be owner/name, got 'us'",
     "publish/pages.py --write page.md --results no": "pages: --results: there is no folder 'no' here",
     "publish/pages.py --write none.md --results results": "pages: none.md: *No such file",

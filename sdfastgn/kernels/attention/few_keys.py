@@ -109,7 +109,7 @@ def fits_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.shape[3] <= _MAX_HEAD_DIM
         and q.shape[3] % VECTOR == 0
         and all(t.stride(3) == 1 and not any(s % VECTOR for s in t.stride()[:3]) for t in (q, k, v))
-        and (not q.is_cuda or runs_on(torch.cuda.get_device_capability(q.device), q.shape[3]))
+        and (q.is_cpu or runs_on(gpu.compute_capability(q.device), q.shape[3]))
     )
 
 

@@ -1,10 +1,13 @@
-"""Exports compiled kernels to a file, and imports such a file into Triton's cache on another machine.
+"""Archives of compiled kernels: files whose kernels are added to Triton's cache, and need not be compiled.
 
-Both machines must have the same GPU, the same versions of Triton, torch and Python, CPUs of the same
-architecture, and the same source code of the kernels. The file is a zip archive. It has a manifest, and for
-each kernel its code for the GPU and Triton's description of it. In Triton's cache, the name of a kernel is a
-hash of its source, constants and compiler, so Triton never launches a kernel that does not fit. ``load``
-compares the manifest with this machine before it adds any kernel.
+An archive is a zip file. It has a manifest, and for each kernel its code for the GPU and Triton's description
+of it. Its kernels are for one compute capability, one version of Triton and one version of the kernels'
+source. ``load`` compares these with this machine before it adds any kernel.
+
+In Triton's cache, the name of a kernel is a hash of its source, its constants, its options, and of Triton's
+own files. Triton never launches a kernel that does not fit. Triton's files differ between versions of Python,
+and the kernels do not. So the manifest has the other hashes, and ``load`` computes the name with the files of
+this Triton. An archive can be used with any Python.
 
 The archive has no code for the CPU: Triton builds its launchers (up to Triton 3.6 one for each signature)
 with the C compiler of the machine on which they run.
@@ -12,15 +15,18 @@ with the C compiler of the machine on which they run.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import os
-import platform
 import re
+import threading
 import warnings
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,16 +36,20 @@ from sdfastgn.kernels.common.gpu import triton
 
 # Environment variable with the path of an archive that is read before the first kernel is compiled.
 VARIABLE = "SDFASTGN_KERNEL_ARCHIVE"
+# The optional package with archives (integrations/compiled). Its kernels are used if ``VARIABLE`` is not set.
+PACKAGE = "sdfastgn_compiled"
 _MANIFEST = "manifest.json"
 # Version of the archive's layout.
-_FORMAT = 1
+_FORMAT = 2
 # The path of a kernel's file in the archive: the kernel's hash, then the file's name in Triton's cache. The
 # suffixes mean: code for NVIDIA's GPUs, code for AMD's GPUs, Triton's description.
 _MEMBER = re.compile(r"([0-9a-f]{64})/(\w{1,150}\.(?:cubin|hsaco|json))")
+# Maximum length of a kernel's name in Triton's file names.
+_LONGEST_NAME = 150
 
-# Hash of a kernel -> {name: path} of its files in Triton's cache, for each kernel that this process has
-# launched.
-_launched: dict[str, dict[str, str]] = {}
+# Device -> what ``add_archives`` did for it, in words; None if there is no archive.
+_states: dict[torch.device, str | None] = {}
+_lock = threading.Lock()
 
 
 class ArchiveError(ValueError):
@@ -57,79 +67,195 @@ class Imported(NamedTuple):
     present: int
 
 
-def note(compiled: Any) -> None:
-    """Record a compiled kernel, so that ``export`` writes it."""
-    _launched[compiled.hash] = compiled.metadata_group
+class Kernel(NamedTuple):
+    """What decides a compiled kernel, apart from Triton's own files.
+
+    Attributes:
+        name: the name of its function.
+        source, backend, options: Triton's hashes of its source and constants, of its target and assembler,
+            and of its options.
+        variables: names and values of the environment variables that change its code.
+    """
+
+    name: str
+    source: str
+    backend: str
+    options: str
+    variables: dict[str, str]
 
 
-def export(path: Path, device: torch.device) -> int:
-    """Write all kernels that this process has launched, on any device, to ``path``. Returns their number.
+class _Hashed(NamedTuple):
+    """Stands for an object of Triton's of which only the hash is known."""
 
-    ``device``: the GPU whose name goes into the manifest. ``load`` accepts the archive only for such a GPU.
+    value: str
+
+    def hash(self) -> str:
+        return self.value
+
+
+def can_record() -> bool:
+    """True if this version of Triton has what archives need."""
+    from triton.runtime import cache
+
+    return hasattr(cache, "get_cache_key")
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[dict[str, Kernel]]:
+    """A context that records, under their hashes, all kernels that Triton compiles or finds in its cache.
+
+    It changes a function of Triton, so it is for programs that do nothing else. Kernels that this process
+    used before are not recorded.
+
+    Raises ArchiveError if this version of Triton does not have this function.
+    """
+    from triton.compiler import compiler
+
+    key_of = _key_function()
+    found: dict[str, Kernel] = {}
+
+    def record(src: Any, backend: Any, backend_options: Any, env_vars: dict[str, str]) -> str:
+        key = key_of(src, backend, backend_options, env_vars)
+        hashes = src.hash(), backend.hash(), backend_options.hash()
+        found[_digest(key)] = Kernel(src.name[:_LONGEST_NAME], *hashes, dict(env_vars))
+        return key
+
+    compiler.get_cache_key = record
+    try:
+        yield found
+    finally:
+        compiler.get_cache_key = key_of
+
+
+def export(path: Path, capability: tuple[int, int], recorded: dict[str, Kernel]) -> int:
+    """Write the kernels that ``recording`` has found to ``path``. Returns their number.
+
+    Kernels that could not be compiled are left out. ``capability``: the compute capability of the GPUs for
+    which the kernels are.
 
     Raises OSError if a file cannot be read or written. Then ``path`` is unchanged.
     """
+    from triton.runtime.cache import get_cache_manager
+
+    groups = {
+        key: get_cache_manager(key).get_group(f"{kernel.name}.json")
+        for key, kernel in sorted(recorded.items())
+    }
+    kernels = {key: recorded[key]._asdict() for key, group in groups.items() if group}
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr(_MANIFEST, json.dumps(_manifest(device), indent=1))
-            for key, files in sorted(_launched.items()):
-                for name, source in sorted(files.items()):
+            manifest = {**_conditions(capability), "kernels": kernels}
+            archive.writestr(_entry(_MANIFEST), json.dumps(manifest, indent=1))
+            for key in kernels:
+                for name, source in sorted((groups[key] or {}).items()):
                     if _MEMBER.fullmatch(f"{key}/{name}"):
-                        archive.writestr(f"{key}/{name}", Path(source).read_bytes())
+                        archive.writestr(_entry(f"{key}/{name}"), Path(source).read_bytes())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    return len(_launched)
+    return len(kernels)
+
+
+def _entry(name: str) -> zipfile.ZipInfo:
+    """A compressed file of the archive, without a date, so that equal kernels make equal archives."""
+    entry = zipfile.ZipInfo(name)
+    entry.compress_type = zipfile.ZIP_DEFLATED
+    return entry
 
 
 def load(path: Path, device: torch.device) -> Imported:
     """Add the kernels of the archive at ``path`` to Triton's cache. A kernel that is already there is kept.
 
     Raises ArchiveError, before anything is written, if the archive is damaged, or if it was made for another
-    GPU than ``device`` or with other versions than this process has.
+    compute capability than that of ``device``, for another version of Triton or for other kernels.
     """
     from triton.runtime.cache import get_cache_manager
 
-    kernels = _read(path, device)
     added = 0
-    for key, files in kernels.items():
+    kernels = _read(path, device)
+    for kernel, description, code in kernels:
+        key = _digest(_key_function()(*map(_Hashed, kernel[1:4]), kernel.variables))
         manager = get_cache_manager(key)
-        # An entry of Triton's cache that has any file is left alone: another process may be writing it.
-        (described,) = (name for name in files if name.endswith(".json"))
-        if manager.get_group(described) or any(map(manager.get_file, files)):
+        described = f"{kernel.name}.json"
+        # An entry without a group is not complete. Another process that is writing it writes the same, and
+        # Triton replaces each file at once.
+        if manager.get_group(described):
             continue
+        files = {**code, described: json.dumps({**description, "hash": key}).encode()}
         manager.put_group(described, {name: manager.put(data, name) for name, data in files.items()})
         added += 1
     return Imported(added, len(kernels) - added)
 
 
-@functools.cache
-def add_named(device: torch.device) -> None:
-    """Load the archive that the environment variable ``VARIABLE`` names, once for each device.
+def file_name(capability: tuple[int, int]) -> str:
+    """The name in ``PACKAGE`` of the archive for this Triton and a compute capability."""
+    return f"sm_{capability[0]}{capability[1]}-triton-{triton.__version__}.zip"
 
-    Does nothing if the variable is not set. If the archive cannot be used, this only warns, and kernels are
-    compiled as usual. So a program that sets the variable also runs on GPUs that the archive was not made
-    for.
+
+def is_of_these_kernels(path: Path) -> bool:
+    """True if the archive at ``path`` was made of the source of the kernels that this process has."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return json.loads(archive.read(_MANIFEST))["source of the kernels"] == _source_hash()
+    except (zipfile.BadZipFile, KeyError, ValueError):
+        return False
+
+
+def add_archives(device: torch.device) -> None:
+    """Load the archive that ``VARIABLE`` names, else that of ``PACKAGE``, once for each device.
+
+    Does nothing if there is none. If the archive cannot be used, this only warns, and kernels are compiled
+    as usual. So a program with an archive also runs on GPUs for which the archive was not made.
     """
-    path = os.environ.get(VARIABLE)
-    if path and device.type == "cuda":
-        try:
-            load(Path(path), device)
-        except (ArchiveError, OSError) as error:
-            warnings.warn(f"{VARIABLE}: {error}. Kernels are compiled instead.", stacklevel=2)
+    if device in _states or device.type != "cuda":
+        return
+    with _lock:
+        if device not in _states:
+            _states[device] = _add(device)
 
 
-def _manifest(device: torch.device) -> dict[str, Any]:
-    """The properties that must be equal on the machine that makes an archive and the machine that uses it."""
-    major, minor = torch.cuda.get_device_capability(device)
+def state(device: torch.device) -> str | None:
+    """What ``add_archives`` did for ``device``, in words. None if there is no archive, or not yet."""
+    return _states.get(device)
+
+
+def _add(device: torch.device) -> str | None:
+    named = os.environ.get(VARIABLE)
+    where = VARIABLE if named else PACKAGE
+    try:
+        path = Path(named) if named else _packaged(device)
+        if path is None:
+            return None
+        found = load(path, device)
+    except Exception as error:  # whatever is wrong with an archive, kernels can still be compiled
+        warnings.warn(f"{where}: {error}. Kernels are compiled instead.", stacklevel=2)
+        return f"compiled kernels of {where} not used: {error}"
+    return f"compiled kernels from {where}: {sum(found)}"
+
+
+def _packaged(device: torch.device) -> Path | None:
+    """The archive in ``PACKAGE``. None if the package is not installed, and on AMD's GPUs.
+
+    Raises ArchiveError if the package has no archive for this GPU and Triton.
+    """
+    found = importlib.util.find_spec(PACKAGE)
+    if found is None or found.origin is None or torch.version.hip is not None:
+        return None
+    folder = Path(found.origin).parent
+    name = file_name(torch.cuda.get_device_capability(device))
+    if not (folder / name).is_file():
+        there = ", ".join(sorted(path.name for path in folder.glob("*.zip")))
+        raise ArchiveError(f"it has no {name!r}, only {there or 'no archive at all'}")
+    return folder / name
+
+
+def _conditions(capability: tuple[int, int]) -> dict[str, Any]:
+    """What must be equal on the machine that makes an archive and the machine that uses it."""
     return {
         "format": _FORMAT,
-        "GPU": torch.cuda.get_device_name(device),
-        "compute capability": f"{major}.{minor}",
+        "compute capability": "{}.{}".format(*capability),
         "Triton": triton.__version__,
-        "torch": str(torch.__version__),
-        "Python": f"{'.'.join(platform.python_version_tuple()[:2])} on {platform.machine()}",
         "source of the kernels": _source_hash(),
     }
 
@@ -144,16 +270,35 @@ def _source_hash() -> str:
     return found.hexdigest()[:16]
 
 
-def _read(path: Path, device: torch.device) -> dict[str, dict[str, bytes]]:
-    """Returns {hash of a kernel: {name: content} of its files}. Raises ArchiveError as ``load`` does."""
+def _key_function() -> Any:
+    """Triton's function for the text of which a kernel's name is the hash. Raises ArchiveError without it."""
+    from triton.runtime import cache
+
+    if not can_record():
+        raise ArchiveError(f"archives of kernels need a later Triton than {triton.__version__}")
+    return cache.get_cache_key
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _read(path: Path, device: torch.device) -> list[tuple[Kernel, dict[str, Any], dict[str, bytes]]]:
+    """Each kernel, its description, and {name: content} of its code. Raises ArchiveError as ``load`` does."""
     try:
         with zipfile.ZipFile(path) as archive:
-            there = json.loads(archive.read(_MANIFEST))
-            for what, wanted in _manifest(device).items():
-                if there.get(what) != wanted:
-                    values = f"{there.get(what)!r}, here it is {wanted!r}"
+            manifest = json.loads(archive.read(_MANIFEST))
+            for what, here in _conditions(torch.cuda.get_device_capability(device)).items():
+                if manifest.get(what) != here:
+                    values = f"{manifest.get(what)!r}, here it is {here!r}"
                     raise ArchiveError(f"{str(path)!r} was made for another {what}: {values}")
-            members = {name: archive.read(name) for name in archive.namelist() if name != _MANIFEST}
+            kernels = {key: Kernel(**parts) for key, parts in manifest["kernels"].items()}
+            files: dict[str, dict[str, bytes]] = {key: {} for key in kernels}
+            for name in archive.namelist():
+                if name != _MANIFEST:
+                    key, file = _MEMBER.fullmatch(name).groups()  # type: ignore[union-attr]
+                    files[key][file] = archive.read(name)
+        return [(kernel, *_parts_of(key, kernel, files[key])) for key, kernel in kernels.items()]
     except ArchiveError:
         raise
     except (
@@ -161,29 +306,24 @@ def _read(path: Path, device: torch.device) -> dict[str, dict[str, bytes]]:
         zlib.error,
         EOFError,
         KeyError,
+        TypeError,
         ValueError,
         AttributeError,
         RuntimeError,
     ) as error:
         raise ArchiveError(f"{str(path)!r} is no archive of kernels: {error}") from error
-    kernels: dict[str, dict[str, bytes]] = {}
-    for name, data in members.items():
-        found = _MEMBER.fullmatch(name)
-        if found is None:
-            raise ArchiveError(f"{str(path)!r} is no archive of kernels: it has a file {name!r}")
-        kernels.setdefault(found[1], {})[found[2]] = data
-    for key, files in kernels.items():
-        _check_kernel(path, key, files)
-    return kernels
 
 
-def _check_kernel(path: Path, key: str, files: dict[str, bytes]) -> None:
-    """Raise ArchiveError unless ``files`` are one description with the hash ``key`` and one file of code."""
-    described = [name for name in files if name.endswith(".json")]
-    code = [name for name in files if not name.endswith(".json")]
-    try:
-        fits = len(described) == len(code) == 1 and json.loads(files[described[0]])["hash"] == key
-    except (ValueError, KeyError, TypeError):
-        fits = False
-    if not fits:
-        raise ArchiveError(f"{str(path)!r} is no archive of kernels: {key} is not one kernel with its code")
+def _parts_of(key: str, kernel: Kernel, files: dict[str, bytes]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The description of a kernel, and {name: content} of its code. Raises ValueError if they do not fit."""
+    described = f"{kernel.name}.json"
+    code = {name: data for name, data in files.items() if name != described}
+    description = json.loads(files[described])
+    is_known = all(isinstance(each, str) for each in kernel[:4]) and isinstance(kernel.variables, dict)
+    if (
+        not is_known
+        or [name.partition(".")[0] for name in code] != [kernel.name]
+        or description["hash"] != key
+    ):
+        raise ValueError(f"{key} is not one kernel with its code")
+    return description, code

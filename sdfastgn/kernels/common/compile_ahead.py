@@ -91,8 +91,8 @@ def without_rehearsal() -> Iterator[None]:
 def prepare(device: torch.device) -> threading.Thread:
     """Start a thread that prepares Triton for its first compilation, once for each device.
 
-    Triton hashes its own library, builds its access to the driver with a C compiler, and imports modules.
-    Meanwhile other threads can run Python most of the time.
+    Archives of kernels are added to Triton's cache. Triton hashes its own library, builds its access to the
+    driver with a C compiler, and imports modules. Meanwhile other threads can run Python most of the time.
 
     Returns the thread. It has nothing to do if no kernel can run on ``device``.
     """
@@ -106,11 +106,12 @@ def _prepare(device: torch.device) -> None:
         return
     from sdfastgn.kernels.common.nothing import nothing
 
+    archive.add_archives(device)
     # An error is ignored here: the first launch of a kernel raises it again.
     with contextlib.suppress(Exception), torch.cuda.device(device):
         # ``warmup`` compiles the kernel, but does not load it on the device. When this thread also loaded it,
         # PyTorch's attention in another thread had to wait for one second (on an H100's host).
-        archive.note(nothing.warmup(torch.float32, grid=(1,)))
+        nothing.warmup(torch.float32, grid=(1,))
 
 
 def rehearse(call: Callable[[], object], device: torch.device) -> int:
@@ -125,7 +126,6 @@ def rehearse(call: Callable[[], object], device: torch.device) -> int:
     Raises what ``call`` raises. Errors of the compilation are ignored here: they are raised again when the
     kernel is launched.
     """
-    archive.add_named(device)
     found = _Rehearsal(device)
     token = rehearsal.set(found)
     try:

@@ -65,15 +65,15 @@ def num_sms(device: torch.device) -> int:
 
 def has_programmatic_launch(device: torch.device) -> bool:
     """True if ``device`` has programmatic dependent launch: NVIDIA from sm_90 on, Triton >= 3.5."""
-    return HAS_GDC and _compute_capability(device) >= (9, 0)
+    return HAS_GDC and compute_capability(device) >= (9, 0)
 
 
 def is_hopper(device: torch.device) -> bool:
     """True if ``device`` is an NVIDIA GPU of the Hopper generation: H100, H200."""
-    return _compute_capability(device) == (9, 0)
+    return compute_capability(device) == (9, 0)
 
 
-def _compute_capability(device: torch.device) -> tuple[int, int]:
+def compute_capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of an NVIDIA GPU; (0, 0) for any other device but meta (``META_CAPABILITY``)."""
     if device.type != "cuda" or torch.version.hip is not None:  # AMD's type is "cuda" too
         return META_CAPABILITY.get() if device.type == "meta" else (0, 0)

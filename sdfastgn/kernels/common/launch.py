@@ -111,10 +111,8 @@ class Launch:
                     rehearsed.add(self, tuple(None if t is None else t.dtype for t in tensors))
                 return
             compiled = self._through_triton(tensors)
-            if hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
-                archive.note(compiled)
-                if aligned:
-                    self._direct = _direct_launcher(compiled)
+            if aligned and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
+                self._direct = _direct_launcher(compiled)
             return
         run, bound = direct
         run(self.programs, 1, 1, stream, *bound, *pointers, *self._values)
@@ -124,7 +122,7 @@ class Launch:
         device = next(t.device for t in tensors if t is not None)
         if self._direct is None:
             failures.check_gpu(device)
-            archive.add_named(device)
+            archive.add_archives(device)
         try:
             return self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants, **self.options)
         except Exception as error:

@@ -182,3 +182,13 @@ def test_what_is_left_to_pytorch_on_amd(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert not gpu.has_programmatic_launch(torch.device("cuda"))
     assert not short_attention.runs_on((9, 4), 64)
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((8, 0), False), ((9, 0), True)])
+def test_on_the_device_meta_it_is_as_on_the_gpu_that_meta_stands_for(capability, expected):
+    q = torch.empty(1, 1, 64, 160, dtype=torch.float16, device="meta")
+    token = gpu.META_CAPABILITY.set(capability)
+    try:
+        assert short_attention.fits_heads(q, q, q) is expected
+    finally:
+        gpu.META_CAPABILITY.reset(token)

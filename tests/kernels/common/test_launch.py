@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sdfastgn.kernels.common import archive, compile_ahead
+from sdfastgn.kernels.common import compile_ahead
 from sdfastgn.kernels.common.compile_ahead import rehearse
 from sdfastgn.kernels.common.launch import Launch
 
@@ -65,13 +65,6 @@ def made(number=7, block=16, kernel=None):
 
 
 X = torch.zeros(1)
-# What an archive of kernels reads of a compiled kernel.
-NOTED = {"hash": "0f" * 32, "metadata_group": {}}
-
-
-@pytest.fixture(autouse=True)
-def nothing_noted(monkeypatch):
-    monkeypatch.setattr(archive, "_launched", {})
 
 
 def test_numbers_and_constants_are_bound_by_name():
@@ -259,7 +252,7 @@ class UnknownLauncher(Launcher36):
 )
 def test_launchers_of_each_triton(launcher, between):
     """The second call goes to the compiled kernel's own launcher if that is known."""
-    compiled = types.SimpleNamespace(run=launcher, function="f", packed_metadata="m", **NOTED)
+    compiled = types.SimpleNamespace(run=launcher, function="f", packed_metadata="m")
     kernel, launch = made(kernel=Kernel(made=compiled))
     for _ in range(2):
         launch.run(X, None)
@@ -279,7 +272,7 @@ def test_launchers_of_each_triton(launcher, between):
 def test_another_thread_may_launch_whatever_has_been_stored_so_far():
     """The first launch of a kernel stores its launcher; here another launch follows each store at once."""
     launcher = Launcher36()
-    kernel = Kernel(made=types.SimpleNamespace(run=launcher, function="f", packed_metadata="m", **NOTED))
+    kernel = Kernel(made=types.SimpleNamespace(run=launcher, function="f", packed_metadata="m"))
 
     class Interrupted(Launch):
         is_made = False

@@ -1,0 +1,1 @@
+"""Archives of compiled kernels, which ``sdfastgn.optimize`` adds to Triton's cache."""

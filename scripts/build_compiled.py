@@ -1,0 +1,233 @@
+"""Compile kernels of known models for several GPUs, as the package sdfastgn-compiled. Needs no GPU.
+
+python -m scripts.build_compiled --output build/compiled
+
+The output folder is a project for ``python -m build``: the files of ``integrations/compiled``, and an archive
+for each compute capability and the Triton of this environment. An earlier output with other versions of
+Triton keeps their archives, if they are of the same kernels.
+
+Which kernels are compiled: each model is called on the device meta as ``optimize`` would run it, and its
+launches are written down instead of launched. Some tile sizes depend on the number of multiprocessors, so
+this is done for several GPUs of each compute capability.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import sdfastgn
+from sdfastgn.bench.workload import BenchConfig, build_video, component, step_inputs
+from sdfastgn.kernels.common import archive, dispatch, gpu
+from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.common.observers import observed_by
+from sdfastgn.models.configurations import VIDEO_NETWORKS
+from sdfastgn.plans.install import gets_plans
+from sdfastgn.plans.preview import plans_of
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = ROOT / "integrations" / "compiled"
+# Generation -> numbers of multiprocessors. A GPU with a number between two of them needs few other kernels.
+# Source: NVIDIA's data sheets.
+MULTIPROCESSORS = {
+    "sm_80": (108,),  # A100
+    "sm_86": (28, 46, 68, 82),  # RTX 3060, 3070, 3080, 3090; A10 and A40 are near the last two
+    "sm_89": (24, 34, 46, 66, 128),  # RTX 4060, 4060 Ti, 4070, 4070 Ti Super, 4090; L4 has 58, L40S 142
+    "sm_90": (114, 132),  # H100 PCIe; H100, H200
+    "sm_100": (148,),  # B200
+    "sm_120": (36, 48, 70, 170, 188),  # RTX 5060 Ti, 5070, 5070 Ti, 5090, RTX PRO 6000
+}
+Size = tuple[int, int]
+# Model -> (height, width) of its images. SDXL was trained with these sizes and longer ones.
+IMAGES: dict[str, tuple[Size, ...]] = {
+    "sd15": ((512, 512), (512, 768), (768, 512), (768, 768)),
+    "sdxl": ((1024, 1024), (896, 1152), (1152, 896), (832, 1216), (1216, 832)),
+    "tiny": ((64, 64),),
+}
+# Models of which the autoencoder is compiled.
+VIDEOS = tuple(name for name, parts in VIDEO_NETWORKS.items() if "vae" in parts)
+# Models that are compiled without --model.
+MODELS = ("sd15", "sdxl", "wan", "qwen_image", "hunyuan_video", "cogvideox", "svd")
+
+
+class CompilerDriver:
+    """What Triton asks a GPU's driver before it compiles: the GPU for which it compiles."""
+
+    def __init__(self, generation: str) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", int(generation.removeprefix("sm_")), 32)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Job(NamedTuple):
+    """What one process compiles: the kernels of a model for a GPU."""
+
+    generation: str
+    multiprocessors: int
+    model: str
+
+
+def capability(generation: str) -> tuple[int, int]:
+    """``sm_90`` -> (9, 0)."""
+    return divmod(int(generation.removeprefix("sm_")), 10)
+
+
+def compiled(job: Job) -> dict[str, archive.Kernel]:
+    """Compile the kernels of a job into Triton's cache. Returns what ``archive.recording`` has found.
+
+    It replaces functions of sdfastgn and Triton's driver, so each job needs a process of its own.
+    """
+    import triton
+
+    from sdfastgn.kernels.common.nothing import nothing
+
+    gpu.META_CAPABILITY.set(capability(job.generation))
+    vars(gpu)["num_sms"] = lambda device: job.multiprocessors
+    vars(dispatch)["is_supported"] = lambda x: x.dtype in dispatch.KERNEL_DTYPES
+    has_autocast = torch.is_autocast_enabled  # which raises an error for the device meta
+    vars(torch)["is_autocast_enabled"] = lambda *kind: kind != ("meta",) and has_autocast(*kind)
+    found = launches(job.model)
+    triton.runtime.driver.set_active(CompilerDriver(job.generation))
+    with archive.recording() as recorded:
+        nothing.warmup(torch.float32, grid=(1,))
+        for launch, dtypes in found:
+            launch.kernel.warmup(*dtypes, *launch.numbers, grid=(1,), **launch.constants, **launch.options)
+    return recorded
+
+
+def launches(model: str) -> list[tuple[Launch, tuple[torch.dtype | None, ...]]]:
+    """The launches of an optimized model with the dtypes of their tensors, one for each compiled kernel."""
+    found: dict[tuple[Any, ...], tuple[Launch, tuple[torch.dtype | None, ...]]] = {}
+
+    def write_down(launch: Launch, stream: int, tensors: tuple[torch.Tensor | None, ...]) -> None:
+        dtypes = tuple(None if t is None else t.dtype for t in tensors)
+        key = launch.kernel, dtypes, *launch.constants.values(), *launch.options.items()
+        found.setdefault(key, (launch, dtypes))
+
+    calls = _video_calls(model) if model in VIDEOS else _image_calls(model)
+    with torch.no_grad(), observed_by(write_down):
+        for call in calls:
+            call()
+    return list(found.values())
+
+
+def _image_calls(model: str) -> Iterable[Any]:
+    """Steps with guidance of an optimized UNet, and decodes of its VAE, in fp16; SDXL's VAE also in fp32."""
+    for part in ("unet", "vae"):
+        for dtype in ("fp16", "fp32") if (model, part) == ("sdxl", "vae") else ("fp16",):
+            config = BenchConfig(model, part, 64, 2 if part == "unet" else 1, dtype, "meta", 1)
+            network, _ = component(config, part)
+            vae = network if part == "vae" else component(config, "vae")[0]
+            scale = 2 ** (len(vae.config.block_out_channels) - 1)
+            _optimize(network.eval())
+            for height, width in IMAGES[model]:
+                shape = config.batch, vae.config.latent_channels, height // scale, width // scale
+                latents = torch.empty(shape, dtype=config.torch_dtype, device="meta")
+                if part == "vae":
+                    yield lambda latents=latents, network=network: network.decode(latents)
+                else:
+                    inputs = {**step_inputs(config, network, scale), "sample": latents}
+                    yield lambda inputs=inputs, network=network: network(**inputs)
+
+
+def _video_calls(model: str) -> Iterable[Any]:
+    """A decode of an autoencoder of video, in its own dtype and at the size of the benchmarks."""
+    network = VIDEO_NETWORKS[model]["vae"]
+    size: dict[str, Any] = {"frames": network.frames, "width": network.width}
+    config = BenchConfig(model, "vae", network.height, network.batch, network.dtype, "meta", 1, **size)
+    workload = build_video(config)
+    if not gets_plans(workload.target):
+        _optimize(workload.target)
+        yield workload.call
+        return
+    kind = "hopper" if gpu.META_CAPABILITY.get() == capability("sm_90") else "other"
+    for each in plans_of(workload.target, workload.call, kind):
+        if each.plan is None:
+            raise ValueError(f"build_compiled: {model}: a call of {each.path!r} has no plan: {each.reason}")
+        metas = [node.meta for node in each.plan.given[1]]
+        inputs = [torch.empty(meta["shape"], dtype=meta["dtype"], device="meta") for meta in metas]
+        yield functools.partial(each.plan.run, inputs)
+
+
+def _optimize(network: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "sdfastgn.optimize: no kernel runs on this machine")
+        sdfastgn.optimize(network)
+
+
+def build(generations: Sequence[str], models: Sequence[str], output: Path, processes: int) -> None:
+    """Write the project with an archive for each of ``generations``, and print the archives' sizes."""
+    shutil.copytree(PROJECT, output, dirs_exist_ok=True)
+    shutil.copy(ROOT / "LICENSE", output)
+    (output / "VERSION").write_text(f"{sdfastgn.__version__}\n")
+    folder = output / archive.PACKAGE
+    for path in folder.glob("*.zip"):
+        if not archive.is_of_these_kernels(path):
+            path.unlink()
+    # Jobs of one generation and model share kernels, so that they should not run side by side.
+    rounds = itertools.zip_longest(*(MULTIPROCESSORS[each] for each in generations))
+    pairs = [pair for counts in rounds for pair in zip(generations, counts, strict=True) if pair[1]]
+    jobs = [Job(*pair, model) for pair in pairs for model in models]
+    start = time.perf_counter()
+    recorded: dict[str, dict[str, archive.Kernel]] = {each: {} for each in generations}
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        # A process that is forked has imported everything, and a process for each job has no plans of others.
+        with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
+            for job, found in zip(jobs, pool.imap(compiled, jobs, chunksize=1), strict=True):
+                recorded[job.generation] |= found
+        for generation, kernels in recorded.items():
+            path = folder / archive.file_name(capability(generation))
+            count = archive.export(path, capability(generation), kernels)
+            print(f"{path}: {count} kernels, {path.stat().st_size / 2**20:.2f} MiB")
+    total = sum(path.stat().st_size for path in folder.glob("*.zip"))
+    seconds = time.perf_counter() - start
+    print(f"{output}: {total / 2**20:.2f} MiB, Triton {gpu.triton.__version__}, {seconds:.0f} s")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("build/compiled"), help="folder to write")
+    parser.add_argument("--generation", action="append", choices=MULTIPROCESSORS, help="default: all")
+    parser.add_argument(
+        "--model", action="append", choices=(*IMAGES, *VIDEOS), help=f"default: {', '.join(MODELS)}"
+    )
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: the number of CPUs")
+    options = parser.parse_args(arguments)
+    if options.processes < 1:
+        parser.error(f"--processes must be at least 1, got {options.processes}")
+    if gpu.triton is None:
+        parser.error("Triton is not installed")
+    output: Path = options.output
+    if output.exists() and not (output / archive.PACKAGE).is_dir() and any(output.iterdir()):
+        parser.error(f"--output: {str(output)!r} is not empty and holds no earlier build")
+    if gpu.triton.knobs.runtime.interpret:
+        parser.error("TRITON_INTERPRET is set, and then Triton compiles nothing")
+    build(options.generation or list(MULTIPROCESSORS), options.model or MODELS, output, options.processes)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
