@@ -179,7 +179,7 @@ def _is_called_each_step(root: nn.Module) -> bool:
 
 def _keeps_blocks(modules: Sequence[nn.Module], blocks: Sequence[patcher.Finding]) -> bool:
     """True if a model of ``modules`` runs the fused ones of ``blocks``, and no plans."""
-    is_block = any(finding.module is modules[0] for finding in blocks)
+    is_block = {finding.module for finding in blocks} == {modules[0]}
     return (is_block or not _is_autoencoder_of_images(modules)) and fused_blocks_pay(modules, blocks)
 
 
