@@ -60,7 +60,7 @@ from sdfastgn.plans.masks import Lengths
 from sdfastgn.plans.outcome import has_shared_containers
 from sdfastgn.plans.run.bake import Baked
 from sdfastgn.plans.run.plan import Plan
-from sdfastgn.plans.state import STATE, State
+from sdfastgn.plans.state import STATE, Held, State
 from sdfastgn.plans.store import MAX_REASONS, Made, Plans
 from sdfastgn.plans.trace.refusals import is_tracing
 from sdfastgn.plans.trace.traced import Untraceable
@@ -461,7 +461,7 @@ class PlannedForward(MethodEntry):
     def _run(self, found: _Found, args: Any) -> list[Any] | None:
         """The tensors that the plan computes; None if other code was replaced meanwhile.
 
-        Tensors in lists and dicts that the call will replace are freed after their last use.
+        Tensors in lists, dicts and modules that the call will replace are freed after their last use.
 
         Raises Unsupported if the model is not what was traced. Then no argument was written to or freed.
         """
@@ -476,10 +476,11 @@ class PlannedForward(MethodEntry):
         replaced = made.outcome.replaced(args, kwargs, call.tensors) if is_freed else []
         # Another thread would write merged weights for its own scales.
         only_this = self._lock if plans.adapters.layers else contextlib.nullcontext()
+        held = kwargs.get(STATE, {})
         try:
             with only_this:
                 return plans.adapters.run(
-                    lambda: self._run_once(plans, made, call, replaced, numbers),
+                    lambda: self._run_once(plans, made, call, replaced, held, numbers),
                     factor,
                     is_capture=_is_capturing(call.device),
                     is_once=made.plan.writes or made.plan.draws,
@@ -489,7 +490,7 @@ class PlannedForward(MethodEntry):
             raise Unsupported(f"the model has changed: {self.last_change}") from error
 
     def _run_once(
-        self, plans: Plans, made: Made, call: Call, replaced: Any, numbers: Sequence[Tensor]
+        self, plans: Plans, made: Made, call: Call, replaced: Any, held: Held, numbers: Sequence[Tensor]
     ) -> list[Any] | None:
         guard = plans.guard
         # A plan that writes into arguments, frees them or draws random numbers runs only for the same model.
@@ -502,6 +503,8 @@ class PlannedForward(MethodEntry):
             tensors = [*given, *numbers]
             for container, key, i in replaced:
                 container[key] = given[i] = None
+            if replaced:
+                plans.state.store(held)  # without what is replaced
             try:
                 with torch.no_grad(), on(call.device):
                     try:
@@ -520,7 +523,7 @@ class PlannedForward(MethodEntry):
                     return results
                 if guard.same():
                     if reads_copies and not self.weights.has_same_contents():  # type: ignore[union-attr]
-                        return self._run_once(plans, made, call, replaced, numbers)
+                        return self._run_once(plans, made, call, replaced, held, numbers)
                     return results
         if not guard.is_in_state():
             return None

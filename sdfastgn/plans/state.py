@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sdfastgn.patches.graphs.arguments import is_plain
 
-__all__ = ["STATE", "State"]
+__all__ = ["STATE", "Held", "State"]
 
 # The name of the argument. It is no identifier, because no argument of a method may have it. Reasons begin
 # with it.
