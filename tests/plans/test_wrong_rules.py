@@ -22,6 +22,7 @@ WRONG = [
         "d, d + 3, d + 1, d + 4, d + 2",
         "d, d + 3, d + 2, d + 4, d + 1",
     ),
+    Wrong("a mask is any triangle", "spelling", " and arguments(mask)[1] == 0 else", " else"),
     Wrong(
         "alpha of a sum is ignored", "nodes", "isinstance(b, Node) and not n.kwargs:", "isinstance(b, Node):"
     ),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.act_linear import op as act_linear_op
 from sdfastgn.kernels.ada_norm import op as ada_norm_op
-from sdfastgn.kernels.attention import few_keys, wide_heads
+from sdfastgn.kernels.attention import few_keys, over_frames, wide_heads
 from sdfastgn.kernels.channel_norm import op as channel_norm_op
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATIONS
@@ -372,7 +372,10 @@ def attention(
     enable_gqa: bool,
 ) -> Tensor:
     """``aten.scaled_dot_product_attention`` without dropout."""
-    is_plain = mask is None and not is_causal and (scale is None or scale > 0)
+    is_positive = mask is None and (scale is None or scale > 0)
+    if is_positive and (y := over_frames.attend_in_samples(q, k, v, is_causal, scale)) is not None:
+        return y
+    is_plain = is_positive and not is_causal
     if is_plain and q.dim() == 4 and k.shape == v.shape and k.shape[:2] == q.shape[:2] and q.dtype == v.dtype:
         if wide_heads.runs_in_chunks(q, k, v):
             return wide_heads.wide_attention(q, k, v, scale=scale)

@@ -341,6 +341,11 @@ CASES = {
         lambda q, k, v: steps.attention(q, k, v, None, True, None, False),
         partial(sdpa, is_causal=True),
     ),
+    "attention-of-few-tokens": (
+        ((70, 2, 3, 8),) * 3,
+        lambda q, k, v: steps.attention(q, k, v, None, True, 0.3, False),
+        partial(sdpa, is_causal=True, scale=0.3),
+    ),
     "attention-groups": (
         ((2, 4, 7, 8), (2, 2, 5, 8), (2, 2, 5, 8)),
         lambda q, k, v: steps.attention(q, k, v, None, False, None, True),
