@@ -15,7 +15,14 @@ from torch.fx import Node
 
 from sdfastgn.kernels.upsample.config import phases_pay
 from sdfastgn.plans.rewrite.biases import bias_of
-from sdfastgn.plans.rewrite.frames import image_in_frames, in_frames, in_one, last_slice, upsampled_in_frames
+from sdfastgn.plans.rewrite.frames import (
+    image_in_frames,
+    in_frames,
+    in_one,
+    last_slice,
+    padded_for_all,
+    upsampled_in_frames,
+)
 from sdfastgn.plans.rewrite.nodes import TO_FRAMES, Rewriter, dtype, has, has_kernels, is_only, rank, shape
 from sdfastgn.plans.rewrite.rules import Rule, apply
 from sdfastgn.plans.run import steps
@@ -37,6 +44,7 @@ def convolutions(graph: fx.Graph) -> fx.Graph:
     for rule in _RULES:
         graph = apply(graph, _where_usual(rule), steps.conv)
     graph = apply(graph, upsampled_in_frames, steps.upsample)
+    graph = apply(graph, padded_for_all, steps.frames)
     return apply(graph, pad_of_cat, steps.pad)
 
 
