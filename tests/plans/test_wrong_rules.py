@@ -24,6 +24,12 @@ WRONG = [
     ),
     Wrong("a mask is any triangle", "spelling", " and arguments(mask)[1] == 0 else", " else"),
     Wrong(
+        "a part of padded frames has the pads in it",
+        "frames",
+        "user(n)), 2, front, shape(x)[2])",
+        "user(n)), 2, 0, shape(x)[2])",
+    ),
+    Wrong(
         "alpha of a sum is ignored", "nodes", "isinstance(b, Node) and not n.kwargs:", "isinstance(b, Node):"
     ),
     Wrong("a rounding between two casts is lost", "nodes", "return are_floats and ", "return are_floats or "),

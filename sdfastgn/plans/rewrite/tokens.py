@@ -78,17 +78,16 @@ def _sums_in_place(graph: fx.Graph) -> dict[Node, tuple[Node, Any]]:
     """a + b -> (total, product): total = (a + b) + product may be written over a + b.
 
     Only a layer norm reads a + b besides, and nobody else reads the product. ``add_layer_norm`` then makes
-    a + b as a new tensor, and adds the product's bias to it.
+    a + b as a new tensor, and adds the product's bias to it. So every other sum of a chain can be written in
+    place. The last one is, because no norm follows it that could add.
     """
     found: dict[Node, tuple[Node, Any]] = {}
-    written: set[Node] = set()
-    for total in graph.nodes:
-        for product, before in operands(total) if _is_sum(total) else ():
-            if not has(product, steps.linear) or not is_only(product) or before in written:
+    for total in reversed(graph.nodes):
+        for product, before in operands(total) if _is_sum(total) and total not in found else ():
+            if not has(product, steps.linear) or not is_only(product):
                 continue
             if _is_sum(before) and _is_read_by_norm_and(total, before):
                 found[before] = total, product
-                written.add(total)
                 break
     return found
 
