@@ -30,6 +30,12 @@ WRONG = [
         "user(n)), 2, 0, shape(x)[2])",
     ),
     Wrong(
+        "repeated rows come one after the other",
+        "repeated_rows",
+        "return rows, math.prod(found.sizes[end:])",
+        "return rows, 1",
+    ),
+    Wrong(
         "alpha of a sum is ignored", "nodes", "isinstance(b, Node) and not n.kwargs:", "isinstance(b, Node):"
     ),
     Wrong("a rounding between two casts is lost", "nodes", "return are_floats and ", "return are_floats or "),

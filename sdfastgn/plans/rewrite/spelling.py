@@ -368,11 +368,17 @@ def _readers(n: Any) -> int:
 def _attention(
     r: Rewriter, n: Node, q: Node, k: Node, v: Node, mask: Any, dropout: float, *more: Any
 ) -> Node | None:
-    """Attention without an axis of heads -> attention of one head, which kernels take. Triangles: causal."""
+    """Attention without an axis of heads -> attention of one head, which kernels take.
+
+    A mask that is a triangle -> causal attention. Attention to a single key -> its value.
+    """
     if dropout:
         return None
     if mask is not None and shape(q)[-2] == shape(k)[-2] == shape(mask)[-2] and _is_triangle(mask):
         mask, more = None, (True, *more[1:])
+    is_alike = not more[-1] and shape(q)[:-2] == shape(k)[:-2] == shape(v)[:-2]
+    if mask is None and is_alike and shape(k)[-2] == 1:
+        return v if shape(v) == shape(n) else r.like(steps.expand, (v, shape(n)), n)
     is_one_head = mask is None and not more[-1] and rank(q) == 3
     if not is_one_head or not shape(q)[0] == shape(k)[0] == shape(v)[0]:
         return r.like(steps.attention, (q, k, v, mask, *more), n)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from sdfastgn.plans.rewrite.nodes import (
     shape,
 )
 from sdfastgn.plans.rewrite.norms import activation, is_outside
+from sdfastgn.plans.rewrite.repeated_rows import grouped_rows
 from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.rewrite.views import applied
 from sdfastgn.plans.run import steps
@@ -64,7 +66,7 @@ def _add_before_norms(graph: fx.Graph) -> fx.Graph:
         after, product = later.get(total, (None, None))
         r.at = total
         bias = product.args[2] if product is not None else None
-        both = r.new(steps.add_layer_norm, (*total.args, *n.args[1:], bias))
+        both = _norm_of_sum(r, total, n.args[1:], bias)
         y, new_total = r.item(both, 0, n), r.item(both, 1, total)
         r.replace(n, y)
         r.replace(total, new_total)
@@ -72,6 +74,16 @@ def _add_before_norms(graph: fx.Graph) -> fx.Graph:
             r.at = after
             r.replace(after, r.like(steps.add_linear_, (new_total, *product.args[:2]), after))
     return ordered(cleaned(graph))
+
+
+def _norm_of_sum(r: Rewriter, total: Node, norm: Sequence[Any], bias: Node | None) -> Node:
+    """The step for (layer_norm(total), total + bias). It reads rows that are repeated in the sum once."""
+    for x, added in operands(total):
+        found = grouped_rows(r, added)
+        if found is not None:
+            both = x.args if _is_sum(x) and is_only(x) else (x, None)
+            return r.new(steps.grouped_layer_norm, (*both, *found, *norm, bias))
+    return r.new(steps.add_layer_norm, (*total.args, *norm, bias))
 
 
 def _sums_in_place(graph: fx.Graph) -> dict[Node, tuple[Node, Any]]:

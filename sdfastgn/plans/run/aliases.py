@@ -30,6 +30,7 @@ _OF_ROWS = (
     steps.act_linear,
     steps.layer_norm,
     steps.add_layer_norm,
+    steps.grouped_layer_norm,
     steps.ada_norm,
     steps.ada_norm_in_e4m3,
     steps.rotate,

@@ -26,6 +26,7 @@ from sdfastgn.kernels.common.private import scaled_dot_product_attention
 from sdfastgn.kernels.convolution import windows
 from sdfastgn.kernels.geglu import gated as gated_op
 from sdfastgn.kernels.group_norm import op as group_norm_op
+from sdfastgn.kernels.layer_norm import grouped
 from sdfastgn.kernels.layer_norm import op as layer_norm_op
 from sdfastgn.kernels.pad_frames import op as pad_frames_op
 from sdfastgn.kernels.product import op as product_op
@@ -643,6 +644,24 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """(layer_norm(a + b), a + b + total_bias)."""
     return layer_norm_op.add_layer_norm(a, b, weight, bias, eps, total_bias=total_bias)
+
+
+def grouped_layer_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    rows: Tensor,
+    period: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    total_bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(u), u + total_bias), where row i of u is x + residual + rows[i // period % number]."""
+    groups = grouped.Groups(period, rows.contiguous())
+    parts = x.contiguous(), None if residual is None else residual.contiguous()
+    return grouped.grouped_layer_norm(
+        parts[0], weight, bias, eps, groups, residual=parts[1], total_bias=total_bias
+    )
 
 
 def ada_norm(

@@ -588,6 +588,19 @@ CASES = {
         lambda a, b, w, c, d: steps.add_layer_norm(a, b, w, c, 1e-5, d),
         lambda a, b, w, c, d: (F.layer_norm(a + b, (12,), w, c), a + b + d),
     ),
+    "grouped-layer-norm": (
+        ((2, 6, 12), (2, 6, 12), (2, 12), (12,), (12,), (12,)),
+        lambda a, b, rows, w, c, d: steps.grouped_layer_norm(a, b, rows, 3, w, c, 1e-5, d),
+        lambda a, b, rows, w, c, d: (
+            F.layer_norm(u := a + b + rows.repeat_interleave(3, 0), (12,), w, c),
+            u + d,
+        ),
+    ),
+    "grouped-layer-norm-alone": (
+        ((2, 6, 12), (2, 12)),
+        lambda a, rows: steps.grouped_layer_norm(a, None, rows, 6, None, None, 1e-5, None),
+        lambda a, rows: (F.layer_norm(u := a + rows[:, None], (12,)), u),
+    ),
     "ada-norm": (
         ((2, 5, 12), (2, 5, 12), (2, 1, 12), (12,), (1, 5, 12), (2, 5, 12)),
         lambda x, y, g, w, f, o: steps.ada_norm(
