@@ -24,12 +24,6 @@ WRONG = [
     ),
     Wrong("a mask is any triangle", "spelling", " and arguments(mask)[1] == 0 else", " else"),
     Wrong(
-        "a part of padded frames has the pads in it",
-        "frames",
-        "user(n)), 2, front, shape(x)[2])",
-        "user(n)), 2, 0, shape(x)[2])",
-    ),
-    Wrong(
         "repeated rows come one after the other",
         "repeated_rows",
         "return rows, math.prod(found.sizes[end:])",
