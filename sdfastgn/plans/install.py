@@ -50,6 +50,8 @@ __all__ = [
 
 # Fusions of layers that occur in models of all kinds. Any other fusion is one of blocks.
 _OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention", "conv_norm_out")
+# Fusions of blocks of UNets of videos. In models that are no UNets, plans are as fast.
+_OF_UNETS = ("temporal_resnet_block", "spatio_temporal_res_block")
 # Keys in the ``__dict__`` of a module under which a ``PlannedForward`` may be.
 _PLACES = ("forward", "_old_forward")
 # Smallest share of a model's weights that must be in convolutions of images and videos, or in linear layers
@@ -124,7 +126,8 @@ def kind_of(modules: Sequence[nn.Module], findings: Iterable[patcher.Finding]) -
     """The ``Kind`` of a model. ``modules``: the model and all modules in it. ``findings``: those about it."""
     blocks = tuple(finding for finding in findings if finding.fusion.name not in _OF_LAYERS)
     is_transformer = _has_adaptive_norms(modules)
-    gains = (is_transformer or is_convolutional(modules)) and not fused_blocks_pay(modules, blocks)
+    pays = fused_blocks_pay(modules, blocks) and not _is_outside_unets(modules[0], blocks)
+    gains = (is_transformer or is_convolutional(modules)) and not pays
     has_plans = _has_plans(modules[0])
     inside = in_blocks(modules) if is_transformer else ()
     weights = _weights((m for m in modules if m in inside), (nn.Linear,)).values()
@@ -137,6 +140,11 @@ def kind_of(modules: Sequence[nn.Module], findings: Iterable[patcher.Finding]) -
         tuple(in_rows) if gains or has_plans else (),
         reason_of_cudnn(modules),
     )
+
+
+def _is_outside_unets(root: nn.Module, blocks: Iterable[patcher.Finding]) -> bool:
+    """True if ``root`` has blocks of UNets of videos, and is no UNet, such as a decoder of videos."""
+    return not numbers_of(root) and any(finding.fusion.name in _OF_UNETS for finding in blocks)
 
 
 def gets_plans(root: nn.Module) -> bool:
