@@ -43,7 +43,6 @@ _OF_DIFFUSERS = (
     ("fusions.tiled_decode", "FUSION"),
     ("fusions.autoencoder_tiny", "BLOCK", "ENCODER", "DECODER"),
     ("fusions.hunyuan_video_15", "FUSIONS"),
-    ("fusions.cosmos", "FUSIONS"),
     ("fusions.easyanimate", "FUSIONS"),
 )
 _OF_PIPELINES = (

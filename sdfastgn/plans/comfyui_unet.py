@@ -24,8 +24,6 @@ from sdfastgn.patches.swap.tested_sources import Untested, unknown_source
 from sdfastgn.plans.install import Maker, Planned, described
 from sdfastgn.plans.trace.refusals import is_tracing, refuse
 
-__all__ = ["PLANNED", "PlannedUNetModel", "inspect_plans", "install", "untested_in"]
-
 # The method that plans and graphs repeat.
 _METHOD = "call_alone"
 # The arguments of ``_forward`` on which ``PlannedUNetModel`` relies.

@@ -60,7 +60,7 @@ from sdfastgn.plans.masks import Lengths
 from sdfastgn.plans.outcome import has_shared_containers
 from sdfastgn.plans.run.bake import Baked
 from sdfastgn.plans.run.plan import Plan
-from sdfastgn.plans.state import STATE, State
+from sdfastgn.plans.state import STATE, Held, State
 from sdfastgn.plans.store import MAX_REASONS, Made, Plans
 from sdfastgn.plans.trace.refusals import is_tracing
 from sdfastgn.plans.trace.traced import Untraceable
@@ -462,7 +462,7 @@ class PlannedForward(MethodEntry):
     def _run(self, found: _Found, args: Any) -> list[Any] | None:
         """The tensors that the plan computes; None if other code was replaced meanwhile.
 
-        Tensors in lists and dicts that the call will replace are freed after their last use.
+        Tensors in lists, dicts and modules that the call will replace are freed after their last use.
 
         Raises _Changed if the model is not what was traced.
         """
@@ -477,10 +477,11 @@ class PlannedForward(MethodEntry):
         replaced = made.outcome.replaced(args, kwargs, call.tensors) if is_freed else []
         # Another thread would write merged weights for its own scales.
         only_this = self._lock if plans.adapters.layers else contextlib.nullcontext()
+        held = kwargs.get(STATE, {})
         try:
             with only_this:
                 return plans.adapters.run(
-                    lambda: self._run_once(plans, made, call, replaced, numbers),
+                    lambda: self._run_once(plans, made, call, replaced, held, numbers),
                     factor,
                     is_capture=_is_capturing(call.device),
                     is_once=made.plan.writes or made.plan.draws,
@@ -490,7 +491,7 @@ class PlannedForward(MethodEntry):
             raise _Changed(f"the model has changed: {self.last_change}") from error
 
     def _run_once(
-        self, plans: Plans, made: Made, call: Call, replaced: Any, numbers: Sequence[Tensor]
+        self, plans: Plans, made: Made, call: Call, replaced: Any, held: Held, numbers: Sequence[Tensor]
     ) -> list[Any] | None:
         guard = plans.guard
         # A plan that writes into arguments, frees them or draws random numbers runs only for the same model.
@@ -503,6 +504,8 @@ class PlannedForward(MethodEntry):
             tensors = [*given, *numbers]
             for container, key, i in replaced:
                 container[key] = given[i] = None
+            if replaced:
+                plans.state.store(held)  # without what is replaced
             try:
                 with torch.no_grad(), on(call.device):
                     try:
@@ -521,7 +524,7 @@ class PlannedForward(MethodEntry):
                     return results
                 if guard.same():
                     if reads_copies and not self.weights.has_same_contents():  # type: ignore[union-attr]
-                        return self._run_once(plans, made, call, replaced, numbers)
+                        return self._run_once(plans, made, call, replaced, held, numbers)
                     return results
         if not guard.is_in_state():
             return None

@@ -33,25 +33,10 @@ from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.inside import CONVOLUTIONS
 from sdfastgn.plans.rewrite.e4m3 import FEWEST_COLUMNS
 
-__all__ = [
-    "Kind",
-    "Maker",
-    "Planned",
-    "described",
-    "fused_blocks_pay",
-    "gets_plans",
-    "inspect",
-    "install",
-    "is_convolutional",
-    "kind_of",
-    "kind_of_model",
-    "remove",
-    "take_off",
-    "trusted_in",
-]
-
 # Fusions of layers that occur in models of all kinds. Any other fusion is one of blocks.
 _OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention", "conv_norm_out")
+# Fusions of blocks of UNets of videos. In models that are no UNets, plans are as fast.
+_OF_UNETS = ("temporal_resnet_block", "spatio_temporal_res_block")
 # Keys in the ``__dict__`` of a module under which a ``PlannedForward`` may be.
 _PLACES = ("forward", "_old_forward")
 # Smallest share of a model's weights that must be in convolutions of images and videos, or in linear layers
@@ -182,7 +167,10 @@ def _is_called_each_step(root: nn.Module) -> bool:
 def _keeps_blocks(modules: Sequence[nn.Module], blocks: Sequence[patcher.Finding]) -> bool:
     """True if a model of ``modules`` runs the fused ones of ``blocks``, and no plans."""
     is_block = {finding.module for finding in blocks} == {modules[0]}
-    return (is_block or not _is_autoencoder_of_images(modules)) and fused_blocks_pay(modules, blocks)
+    # For instance a decoder of videos that shares its blocks with a UNet.
+    is_outside = not numbers_of(modules[0]) and any(finding.fusion.name in _OF_UNETS for finding in blocks)
+    is_faster = is_outside or _is_autoencoder_of_images(modules)
+    return (is_block or not is_faster) and fused_blocks_pay(modules, blocks)
 
 
 def _is_autoencoder_of_images(modules: Sequence[nn.Module]) -> bool:

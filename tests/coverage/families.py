@@ -275,9 +275,6 @@ def _():
 
 # --- Cosmos -----------------------------------------------------------------------------------------
 
-# They run stock's code for attention along time, and where they change no size.
-COSMOS = ("CosmosCausalAttention", "CosmosDownsample3d", "CosmosUpsample3d")
-
 
 class Permissive:
     """Takes the place of Cosmos' safety checker, whose weights would have to be downloaded.
@@ -316,13 +313,13 @@ def cosmos(name, in_channels, **inputs):
     return pipeline(name, parts | without_text("") | {"safety_checker": Permissive()}, **inputs)
 
 
-@family("Cosmos, text to world", "cosmos_", stock=COSMOS, bound=1e-3)
+@family("Cosmos, text to world", bound=1e-3)
 def _():
     inputs = embeds(num_frames=9, height=16, width=16)
     return cosmos("CosmosTextToWorldPipeline", 4, **inputs)
 
 
-@family("Cosmos, video to world", "cosmos_", stock=COSMOS, bound=1e-3)
+@family("Cosmos, video to world", bound=1e-3)
 def _():
     inputs = embeds(num_frames=9, height=16, width=16)
     return cosmos("CosmosVideoToWorldPipeline", 5, image=image(size=16), **inputs)

@@ -184,17 +184,11 @@ def _is_inside(root, name, fused):
     return all(path.startswith(parts) for path, _ in root.named_parameters(prefix=name))
 
 
-# Classes whose only child is a norm. The blocks around them run it fused.
-_WRAPPERS = ("CosmosCausalGroupNorm",)
-
-
 def _left_of_norms(modules, known, passes):
     """``known``: the fusions about each path."""
     found = {}
     for path, module in modules.items():
         own, parent = known.get(path, set()), path.rpartition(".")[0]
-        if type(modules.get(parent)).__name__ in _WRAPPERS:
-            parent = parent.rpartition(".")[0]
         if module not in passes or parent in known:
             continue
         if not own:

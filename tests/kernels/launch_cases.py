@@ -12,7 +12,7 @@ from sdfastgn.kernels.ada_norm.op import Norm as RowNorm
 from sdfastgn.kernels.ada_norm.op import ada_norm, ada_norm_in_e4m3
 from sdfastgn.kernels.attention import wide_heads_kernels
 from sdfastgn.kernels.attention.few_keys import attend_to_few
-from sdfastgn.kernels.attention.over_frames import attend_over_frames
+from sdfastgn.kernels.attention.over_frames import attend_in_samples, attend_over_frames
 from sdfastgn.kernels.attention.wide_heads import wide_attention
 from sdfastgn.kernels.batch_norm.fold import Folded, fold_batch_norm
 from sdfastgn.kernels.channel_norm.op import channel_norm
@@ -75,7 +75,7 @@ PROMPTS = [(4096, 77, 40), (1024, 77, 64), (64, 77, 80), (64, 128, 128)]
 # Heads that need products from shared memory.
 MORE_PROMPTS = [(256, 77, 160), (256, 128, 256)]
 # (frames, pixels, channels of a head): SVD's and AnimateDiff's attention over frames.
-FRAMES = [(14, 9216, 64), (16, 4096, 40), (16, 256, 160), (25, 144, 64)]
+FRAMES = [(14, 9216, 64), (16, 4096, 40), (16, 256, 160), (25, 144, 64), (3, 6240, 512)]
 # Chunks of Wan's VAE, from the middle to the last level.
 VIDEOS = [(1, 384, 1, 60, 104), (1, 192, 4, 240, 416), (1, 96, 4, 480, 832)]
 # Of Wan 2.2's, and channels that no vector divides.
@@ -103,7 +103,7 @@ def cases(generation):
         found += [(shape, torch.bfloat16, kind) for shape, kind in _shapes(every=False)]
     else:
         found += [(shape, HALF, "attention") for shape in PROMPTS]
-        found += [(shape, HALF, "over_frames") for shape in FRAMES if shape[2] <= 128]
+        found += [(shape, HALF, "over_frames") for shape in FRAMES]
     if generation in WITH_E4M3:
         found += [(shape, HALF, "e4m3") for shape in (*TOKENS[:2], TOKENS[-1])]
     if generation in ("sm_90", "sm_100"):
@@ -218,6 +218,8 @@ def _over_frames(shape, dtype):
     T, P, D = shape
     qkv = torch.empty((2, T * P, 3 * 8, D), dtype=dtype).transpose(1, 2)
     attend_over_frames(*qkv.chunk(3, 1), T)
+    in_samples = torch.empty((P, T, 3 * 8, D), dtype=dtype).transpose(1, 2)
+    assert attend_in_samples(*in_samples.chunk(3, 1), is_causal=True) is not None
 
 
 def _gated(shape, dtype):

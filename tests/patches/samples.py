@@ -10,7 +10,6 @@ from diffusers.models import AutoencoderKL, AutoencoderTiny, UNet2DConditionMode
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention, SpatialNorm
-from diffusers.models.autoencoders import autoencoder_kl_cosmos as cosmos
 from diffusers.models.autoencoders import autoencoder_kl_magvit as easyanimate
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.normalization import AdaGroupNorm
@@ -273,46 +272,6 @@ def _of_hunyuan_video_15(family, module, prefix, resampling=""):
         ),
     ]
     return [(f"{family}_{name}", build, call) for name, build, call in found]
-
-
-def _of_cosmos():
-    """Samples of the blocks of Cosmos' autoencoder."""
-    encoder = {"in_channels": 3, "out_channels": 4, "num_resnet_blocks": 1, "patch_size": 2}
-    decoder = {"in_channels": 4, "out_channels": 3, "num_resnet_blocks": 1, "patch_size": 2}
-    sizes = {"block_out_channels": (8, 8, 8), "spatial_compression_ratio": 4, "temporal_compression_ratio": 4}
-    # Stock PyTorch crashes on a channels-last norm if only its weights need a gradient.
-    x = video(2, 8, 3, 4, 6).contiguous()
-    found = [
-        ("conv", lambda: cosmos.CosmosCausalConv3d(8, 12), lambda m: m(x)),
-        ("conv-1x1", lambda: cosmos.CosmosCausalConv3d(8, 12, 1, padding=0), lambda m: m(x)),
-        ("projection", lambda: cosmos.CosmosConvProjection3d(8, 12), lambda m: m(x)),
-        ("resnet_block", lambda: cosmos.CosmosResnetBlock3d(8, 12), lambda m: m(x)),
-        ("resnet_block-same", lambda: cosmos.CosmosResnetBlock3d(8, 8), lambda m: m(x)),
-        ("upsample", lambda: cosmos.CosmosUpsample3d(8), lambda m: m(x)),
-        ("downsample", lambda: cosmos.CosmosDownsample3d(8), lambda m: m(x)),
-        ("attention", lambda: cosmos.CosmosMidBlock3d(8, 1, 0.0), lambda m: m(x)),
-        (
-            "patch_embed",
-            lambda: cosmos.CosmosPatchEmbed3d(2),
-            lambda m: m(video(1, 3, 5, 4, 6).requires_grad_()),
-        ),
-        (
-            "unpatcher",
-            lambda: cosmos.CosmosUnpatcher3d(2),
-            lambda m: m(video(1, 24, 3, 2, 3).requires_grad_()),
-        ),
-        (
-            "encoder",
-            lambda: cosmos.CosmosEncoder3d(**encoder, **sizes),
-            lambda m: m(video(1, 3, 5, 8, 12).contiguous()),
-        ),
-        (
-            "decoder",
-            lambda: cosmos.CosmosDecoder3d(**decoder, **sizes),
-            lambda m: m(video(1, 4, 2, 2, 3).contiguous()),
-        ),
-    ]
-    return [(f"cosmos_{name}", build, call) for name, build, call in found]
 
 
 # (id, builder, call); the id starts with the fusion's name.
@@ -621,7 +580,6 @@ SAMPLES = [
     ("transformer_block-only-cross", lambda: _block(only_cross_attention=True), _with_states),
     ("transformer_block-no-affine", lambda: _block(norm_elementwise_affine=False), _with_states),
     *_of_easyanimate(),
-    *_of_cosmos(),
 ]
 if hunyuan_video_15._video is not None:
     SAMPLES += _of_hunyuan_video_15("hunyuan_video_15", hunyuan_video_15._video, "HunyuanVideo15")

@@ -151,7 +151,6 @@ def test_unknown_code_is_an_error_alone_if_strict(said, monkeypatch):
     [
         "diffusers.models.resnet:ResnetBlock2D",
         "diffusers.models.upsampling",
-        "diffusers.models.autoencoders.autoencoder_kl_cosmos:CosmosUpsample3d",
     ],
 )
 def test_a_class_that_a_release_lacks_costs_its_own_fusions_alone(gone):

@@ -6,7 +6,6 @@ import diffusers
 import pytest
 import torch
 from diffusers import (
-    AutoencoderKLCosmos,
     AutoencoderKLMagvit,
     AutoencoderTiny,
     ControlNetModel,
@@ -133,11 +132,6 @@ def hunyuan_video_15_vae(refiner=False):
     return randomize(getattr(diffusers, name)(**sizes, **ratios))
 
 
-def cosmos_vae():
-    sizes = {f"{half}_block_out_channels": (8,) * 4 for half in ("encoder", "decode")}
-    return randomize(AutoencoderKLCosmos(**sizes, latent_channels=4, num_layers=1))
-
-
 BLOCKS = {"block_out_channels": (8, 8), "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 4}
 
 
@@ -148,12 +142,12 @@ def easyanimate_vae():
 
 MODELS = [
     unet, lambda: unet(**SDXL), vae, tiny_vae, plain_unet, lambda: randomize(ControlNetModel(**UNET)),
-    cosmos_vae, easyanimate_vae,
+    easyanimate_vae,
 ]  # fmt: skip
 
 
 NAMES = [
-    "unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "cosmos-vae", "easyanimate-vae",
+    "unet", "sdxl", "vae", "tiny-vae", "unet-2d", "controlnet", "easyanimate-vae",
 ]  # fmt: skip
 # Of later releases of diffusers.
 LATER = {

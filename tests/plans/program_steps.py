@@ -1136,8 +1136,9 @@ def _attended(p: Program, t: str, residual: str) -> str:
     q, k, v = (p.let(f"{u}.view({N}, -1, 2, {C // 2}).transpose(1, 2)") for u in (q, k, v))
     if p.chance(0.15):
         q, k = (p.let(f"F.rms_norm({u}, ({C // 2},), {p.tensor(C // 2)}, 1e-6)") for u in (q, k))
+    triangle = f", attn_mask=torch.ones({S}, {S}).tril({{}}).bool()"
     options = (
-        ", is_causal=True"
+        p.choice(", is_causal=True", triangle.format(0), triangle.format(1))
         if of == t and p.chance(0.15)
         else f", scale={p.choice(0.3, 1.0)}"
         if p.chance(0.15)

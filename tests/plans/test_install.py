@@ -68,6 +68,23 @@ def test_weights_without_memory():
     assert len(vars(model)["forward"].plans) == 1
 
 
+def test_blocks_of_unets_of_videos_in_a_decoder():
+    """It runs as plans, and such a UNet runs its fused blocks."""
+    sizes = {"block_out_channels": (32, 64), "layers_per_block": 1}
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2}
+    stock = randomize(diffusers.AutoencoderKLTemporalDecoder(**sizes, **blocks)).eval()
+    model = sdfastgn.optimize(copy.deepcopy(stock))
+    for seed in range(2):
+        z = noise(2, 4, 3, 2, seed=seed)
+        agree(model.decode(z, num_frames=2).sample, stock.decode(z, num_frames=2).sample, 5e-5)
+    assert vars(model.decoder)["forward"].calls == 2
+    blocks = {f"{way}_block_types": (f"{way.title()}BlockSpatioTemporal",) * 2 for way in ("down", "up")}
+    with torch.device("meta"):
+        assert not gets_plans(
+            diffusers.UNetSpatioTemporalConditionModel(**sizes, **blocks, num_attention_heads=(2, 4))
+        )
+
+
 def test_the_report_leaves_out_children_that_were_not_called():
     model = sdfastgn.optimize(randomize(Convolutions()))
     assert "plans of" not in str(sdfastgn.report(model))

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 from collections import OrderedDict
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import sdfastgn
 from sdfastgn.plans.preview import plans_of
+from sdfastgn.plans.run.bake import Baked
 from tests.patches.cases import agree, noise
 from tests.patches.samples import randomize
 
@@ -288,6 +290,25 @@ def test_what_is_kept_does_not_keep_more_memory():
         model(image(seed))
     assert planned(model).calls > 0
     assert model.first.kept.untyped_storage().nbytes() == model.first.kept.nbytes
+
+
+def test_what_a_call_replaces_is_let_go(monkeypatch):
+    model, stock = pair_of(latest)
+    for seed in range(3):
+        agree(model(image(seed)), stock(image(seed)))
+    run, gone = Baked.run, []
+
+    def spied(self, inputs, *, frees=False):
+        assert frees
+        before = next(weakref.ref(t) for t in inputs if t.shape[1] == 8)
+        results = run(self, inputs, frees=frees)
+        gone.append((before() is None, model.first.kept))
+        return results
+
+    monkeypatch.setattr(Baked, "run", spied)
+    agree(model(image(4)), stock(image(4)))
+    assert gone == [(True, None)]
+    is_same_state(model, stock)
 
 
 def test_nothing_is_stored_if_the_model_has_changed():

@@ -22,6 +22,13 @@ WRONG = [
         "d, d + 3, d + 1, d + 4, d + 2",
         "d, d + 3, d + 2, d + 4, d + 1",
     ),
+    Wrong("a mask is any triangle", "spelling", " and arguments(mask)[1] == 0 else", " else"),
+    Wrong(
+        "repeated rows come one after the other",
+        "repeated_rows",
+        "return rows, math.prod(found.sizes[end:])",
+        "return rows, 1",
+    ),
     Wrong(
         "alpha of a sum is ignored", "nodes", "isinstance(b, Node) and not n.kwargs:", "isinstance(b, Node):"
     ),

@@ -15,7 +15,8 @@ import torch
 import sdfastgn
 from scripts import build_compiled
 from sdfastgn.kernels.common import archive, dispatch, gpu
-from tests.command_line import ROOT, process
+from tests.command_line import ROOT
+from tests.processes import process
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or not archive.can_record(),

@@ -93,28 +93,34 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.dim() == 4
         and k.shape == v.shape == (*q.shape[:2], k.shape[2], q.shape[3])
         and 0 < k.shape[2] <= MAX_KEYS
-        and fits_heads(q, k, v)
+        and fits_heads(q, k, v, _MAX_HEAD_DIM, _MAX_HEAD_DIM)
     )
 
 
-def fits_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def fits_heads(q: Tensor, k: Tensor, v: Tensor, most: int, at_once: int) -> bool:
     """True if dtypes, channels, strides and GPU of q, k and v suit the kernels for few keys and over frames.
 
     q, k and v are (samples, heads, tokens, channels). The number of tokens is not checked.
+
+    Args:
+        most: maximum number of channels of a head.
+        at_once: maximum number of channels that a program holds at once.
     """
     return (
         q.dtype in (torch.float16, torch.bfloat16)
         and q.dtype == k.dtype == v.dtype
         and q.numel() > 0
-        and q.shape[3] <= _MAX_HEAD_DIM
+        and q.shape[3] <= most
         and q.shape[3] % VECTOR == 0
         and all(t.stride(3) == 1 and not any(s % VECTOR for s in t.stride()[:3]) for t in (q, k, v))
-        and (q.is_cpu or runs_on(gpu.compute_capability(q.device), q.shape[3]))
+        and (q.is_cpu or runs_on(gpu.compute_capability(q.device), min(q.shape[3], at_once)))
     )
 
 
 def runs_on(capability: tuple[int, int], D: int) -> bool:
-    """True if the kernel for ``D`` channels does not spill registers on a GPU of this compute capability.
+    """True if a kernel does not spill registers on a GPU of this compute capability.
+
+    ``D``: number of channels that a program of the kernel holds at once.
 
     On Hopper and on Blackwell's server GPUs, matrix products read operands from shared memory. On other GPUs
     both operands must be in registers, so heads of more than 128 channels spill. The result is False for all

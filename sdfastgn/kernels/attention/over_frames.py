@@ -10,7 +10,8 @@ many more keys than a video has frames: 14 frames fill only a ninth of a tile of
 
 In memory, tokens are ordered by frame, then by pixel. So the tokens of one pixel are a constant stride apart,
 and the kernel reads and writes tokens with this stride. PyTorch's attention would need copies in which the
-tokens of each pixel are neighbors.
+tokens of each pixel are neighbors. ``attend_in_samples`` takes both orders. For it, the samples of a batch
+are what pixels are here.
 
 Numerics: as in ``attention/few_keys.py``.
 
@@ -37,6 +38,12 @@ from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 # Number of rows of a tile: on Hopper, four warps multiply 64 rows at once.
 _ROWS = 64
 _NUM_WARPS = 4
+# Maximum number of channels that a program holds at once, and of channels of a head.
+_BLOCK_D = 128
+_MAX_HEAD_DIM = 512
+# Minimum number of samples of ``attend_in_samples``. Fewer do not fill a GPU's multiprocessors, and PyTorch's
+# kernels take little time for them.
+_LEAST_SAMPLES = 64
 
 
 def attend_over_frames(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Tensor:
@@ -67,17 +74,76 @@ def attend_over_frames(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Tensor:
     return torch.stack(found).reshape(N, tokens, H * D)
 
 
+def attend_in_samples(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
+) -> Tensor | None:
+    """Attention of many samples of few tokens. None if the kernel cannot run, or would not be faster.
+
+    Args:
+        q, k, v: (samples, heads, tokens, D), of one shape. In memory, either all tokens of a sample come one
+            after the other, or a token of all samples does.
+        is_causal: a token attends to itself and to earlier tokens only.
+        scale: positive. None: 1 / sqrt(D).
+
+    Returns (samples, heads, tokens, D). In memory, tokens are in the order of q, and the heads of a token lie
+    side by side.
+    """
+    if not dispatch.is_plain_inference(q, (k, v)) or (pixels_first := tokens_within(q, k, v)) is None:
+        return None
+    B, H, L, D = q.shape
+    inner = 2 if pixels_first else 0
+
+    def one_sample(t: Tensor) -> Tensor:
+        return t.as_strided((1, H, B * L, D), (VECTOR, t.stride(1), t.stride(inner), t.stride(3)))
+
+    try:
+        y = _by_kernel(one_sample(q), one_sample(k), one_sample(v), L, pixels_first, is_causal, scale)
+    except dispatch.KernelError:
+        return None
+    if y is None:
+        return None
+    return y.view(B, L, H, D).transpose(1, 2) if pixels_first else y.view(L, B, H, D).permute(1, 2, 0, 3)
+
+
+def tokens_within(q: Tensor, k: Tensor, v: Tensor) -> bool | None:
+    """How tokens lie in memory, if ``attend_in_samples`` takes tensors of these shapes and strides.
+
+    True: all tokens of a sample, one after the other. False: a token of all samples. None: it does not.
+    """
+    if q.dim() != 4 or not q.shape == k.shape == v.shape or len(q) < _LEAST_SAMPLES:
+        return None
+    if 2 * next_power_of_2(q.shape[2]) > _ROWS:  # a tile would have one sample, as in other kernels
+        return None
+    for outer, inner in ((2, 0), (0, 2)):
+        if all(t.stride(outer) == t.shape[inner] * t.stride(inner) for t in (q, k, v)):
+            return outer == 0
+    return None
+
+
 # ``plan_key`` of a call -> the call's launch, or None if the kernel cannot run.
 _launches: PlanCache[Launch | None] = PlanCache()
 
 
 @dispatch.kernels_of("attend_over_frames")
-def _by_kernel(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Tensor | None:
-    """Computes ``attend_over_frames`` by the kernel. Returns None if the kernel cannot run."""
-    key = plan_key((q, k, v, frames))
+def _by_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    frames: int,
+    pixels_first: bool = False,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor | None:
+    """Computes ``attend_over_frames`` by the kernel. Returns None if the kernel cannot run.
+
+    ``pixels_first``: tokens are ordered by pixel, then by frame. ``is_causal``, ``scale``: as in
+    ``attend_in_samples``.
+    """
+    how = frames, pixels_first, is_causal, scale
+    key = plan_key((q, k, v, *how))
     launch = _launches.get(key)
     if launch is None:
-        launch = _make_launch(q, k, v, frames) if key not in _launches and _fits(q, k, v, frames) else None
+        launch = _make_launch(q, k, v, *how) if key not in _launches and _fits(q, k, v, frames) else None
         _launches[key] = launch
         if launch is None:
             return None
@@ -88,10 +154,19 @@ def _by_kernel(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Tensor | None:
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor, frames: int) -> bool:
-    return q.shape == k.shape == v.shape and next_power_of_2(frames) <= _ROWS and fits_heads(q, k, v)
+    is_small = next_power_of_2(frames) <= _ROWS
+    return q.shape == k.shape == v.shape and is_small and fits_heads(q, k, v, _MAX_HEAD_DIM, _BLOCK_D)
 
 
-def _make_launch(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Launch:
+def _make_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    frames: int,
+    pixels_first: bool,
+    is_causal: bool,
+    scale: float | None,
+) -> Launch:
     """Make the launch with one program for each tile of pixels of each head."""
     from sdfastgn.kernels.attention import over_frames_kernels  # needs Triton
 
@@ -100,9 +175,9 @@ def _make_launch(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Launch:
     return Launch(
         over_frames_kernels._frames_attention_kernel, N * H * ceil_div(pixels, _ROWS // rows), _NUM_WARPS,
         pdl=gpu.has_programmatic_launch(q.device),
-        P=pixels, T=frames, scale=math.log2(math.e) / math.sqrt(D),
+        P=pixels, T=frames, scale=math.log2(math.e) * (1 / math.sqrt(D) if scale is None else scale),
         q_n=q.stride(0) // VECTOR, k_n=k.stride(0) // VECTOR, v_n=v.stride(0) // VECTOR,
         H=H, D=D, Q_H=q.stride(1), Q_L=q.stride(2), K_H=k.stride(1), K_L=k.stride(2),
         V_H=v.stride(1), V_L=v.stride(2), VECTOR=VECTOR, ROWS=_ROWS, FRAMES=rows,
-        BLOCK_D=max(LEAST, next_power_of_2(D)),
+        BLOCK_D=min(_BLOCK_D, max(LEAST, next_power_of_2(D))), PIXELS_FIRST=pixels_first, CAUSAL=is_causal,
     )  # fmt: skip

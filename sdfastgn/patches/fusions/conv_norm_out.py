@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from diffusers.models import UNet2DConditionModel, UNet2DModel, UNet3DConditionModel, UNetMotionModel
-from diffusers.models.autoencoders.autoencoder_kl_temporal_decoder import TemporalDecoder
 from diffusers.models.autoencoders.vae import Decoder, Encoder, MaskConditionDecoder
 from diffusers.models.unets.unet_i2vgen_xl import I2VGenXLUNet
 from diffusers.models.unets.unet_spatio_temporal_condition import UNetSpatioTemporalConditionModel
@@ -54,7 +53,6 @@ PARENTS: tuple[type[nn.Module], ...] = (
     I2VGenXLUNet,
     Encoder,
     Decoder,
-    TemporalDecoder,
     MaskConditionDecoder,
     AudioLDM2UNet2DConditionModel,
 )

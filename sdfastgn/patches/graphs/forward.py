@@ -64,8 +64,6 @@ from sdfastgn.patches.lora.merged_adapters import adopt_new, give_back, scaled
 from sdfastgn.patches.offload.repeated import until_it_fits
 from sdfastgn.patches.swap.class_forward import MethodEntry, class_forward
 
-__all__ = ["GraphedForward", "Planner", "all_living"]
-
 # Maximum number of reasons that are counted separately. Further reasons are counted as "other reasons".
 _MAX_REASONS = 64
 

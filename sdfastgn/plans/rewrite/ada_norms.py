@@ -41,8 +41,6 @@ from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.aliases import adds_bias_apart
 from sdfastgn.plans.run.schemas import arguments
 
-__all__ = ["ada_norms", "in_dtype", "uncast"]
-
 aten = torch.ops.aten
 _LAST_OPS = (
     aten.add.Tensor,

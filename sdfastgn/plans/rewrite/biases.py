@@ -12,11 +12,19 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-from sdfastgn.plans.rewrite.nodes import Rewriter, has, is_only, rank, shape
+from sdfastgn.plans.rewrite.nodes import (
+    TO_FRAMES,
+    Rewriter,
+    dtype,
+    has,
+    has_kernels,
+    is_only,
+    operands,
+    rank,
+    shape,
+)
 from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
-
-__all__ = ["bias_of", "biases"]
 
 aten = torch.ops.aten
 # Steps whose result is new memory, which nothing else knows.
@@ -29,7 +37,31 @@ def bias_of(h: Tensor, bias: Tensor) -> Tensor:
 
 
 def biases(graph: fx.Graph) -> fx.Graph:
-    return apply(graph, _added, bias_of)
+    return apply(apply(graph, _of_frames, aten.add.Tensor), _added, bias_of)
+
+
+def _of_frames(r: Rewriter, n: Any) -> Node | None:
+    """A convolution of videos, plus a number for each channel of each frame: written over its result."""
+    for h, t in operands(n):
+        if (
+            rank(h) != 5
+            or shape(h) != shape(n)
+            or 0 in shape(n)
+            or dtype(h) != dtype(t)
+            or not has_kernels(n)
+        ):
+            continue
+        N, C, T = shape(n)[:3]
+        if shape(t) != (N, C, T, 1, 1) or not is_only(h):
+            continue
+        h, bias = h.args if has(h, bias_of) else (h, None)
+        if not _is_its_own(h):
+            continue
+        rows = r.reshape(r.permute(t, TO_FRAMES), (N * T, C))
+        rows = rows if bias is None else r.like(aten.add.Tensor, (rows, bias), rows)
+        images = r.images(h)
+        return r.video(r.item(r.new(steps.add_bias_, (images, rows, False)), 0, images), N)
+    return None
 
 
 def _added(r: Rewriter, n: Any) -> Node:

@@ -12,8 +12,6 @@ from sdfastgn.plans.rewrite.biases import bias_of
 from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, has_kernels, is_only, operands, rank, shape
 from sdfastgn.plans.run import steps
 
-__all__ = ["blended"]
-
 aten = torch.ops.aten
 
 

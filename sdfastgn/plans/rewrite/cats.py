@@ -11,8 +11,6 @@ from torch.fx import Node
 from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, rank, shape
 from sdfastgn.plans.run import steps
 
-__all__ = ["cat", "padded", "unpadded"]
-
 
 def cat(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
     """``aten.cat`` -> ``steps.cat``, or what computes the same without joining parts."""

@@ -31,8 +31,6 @@ from sdfastgn.plans.rewrite.nodes import (
 from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
 
-__all__ = ["cells"]
-
 aten = torch.ops.aten
 # Largest number of rows and of columns of a matrix. With a larger one, a GPU would take longer to compute the
 # product than to read and write its tensors.

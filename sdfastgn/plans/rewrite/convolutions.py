@@ -15,12 +15,17 @@ from torch.fx import Node
 
 from sdfastgn.kernels.upsample.config import phases_pay
 from sdfastgn.plans.rewrite.biases import bias_of
-from sdfastgn.plans.rewrite.frames import image_in_frames, in_frames, in_one, last_slice, upsampled_in_frames
+from sdfastgn.plans.rewrite.frames import (
+    image_in_frames,
+    in_frames,
+    in_one,
+    last_slice,
+    padded_for_all,
+    upsampled_in_frames,
+)
 from sdfastgn.plans.rewrite.nodes import TO_FRAMES, Rewriter, dtype, has, has_kernels, is_only, rank, shape
 from sdfastgn.plans.rewrite.rules import Rule, apply
 from sdfastgn.plans.run import steps
-
-__all__ = ["convolutions", "relus"]
 
 # cuDNN computes a convolution with bias and ReLU if the channels of a pixel are a multiple of 16 bytes.
 _CUDNN_CHANNELS = 8
@@ -37,6 +42,7 @@ def convolutions(graph: fx.Graph) -> fx.Graph:
     for rule in _RULES:
         graph = apply(graph, _where_usual(rule), steps.conv)
     graph = apply(graph, upsampled_in_frames, steps.upsample)
+    graph = apply(graph, padded_for_all, steps.frames)
     return apply(graph, pad_of_cat, steps.pad)
 
 

@@ -38,8 +38,6 @@ from sdfastgn.plans.rewrite.nodes import (
 from sdfastgn.plans.rewrite.norms import activation
 from sdfastgn.plans.run import steps
 
-__all__ = ["e4m3"]
-
 aten = torch.ops.aten
 
 # Fewest rows of an input, and fewest columns of input and output. A product of 512 rows is limited by the

@@ -14,8 +14,6 @@ from sdfastgn.plans.rewrite.spelling import UNFILLED
 from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.aliases import base
 
-__all__ = ["finish"]
-
 aten = torch.ops.aten
 _IN_PLACE = {
     aten.slice_scatter.default: steps.write_slice_,

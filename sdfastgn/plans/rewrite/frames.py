@@ -15,8 +15,6 @@ from sdfastgn.kernels.convolution.windows import windows_pay
 from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, has_kernels, is_only, rank, shape, user
 from sdfastgn.plans.run import steps
 
-__all__ = ["image_in_frames", "in_frames", "in_one", "last_slice", "upsampled_in_frames"]
-
 # (mode of the pad along time, mode along height and width) -> mode of ``steps.frames``.
 _MODES = {
     ("constant", "constant"): "zeros",
@@ -133,6 +131,31 @@ def upsampled_in_frames(r: Rewriter, n: Any) -> Node | None:
         return None
     source = _upsampling(Source(n, n))
     return None if source is None else _frames(r, source)
+
+
+def padded_for_all(r: Rewriter, n: Any) -> Node | None:
+    """Frames of one video, and the same with pads along time: the others read a part of the padded ones."""
+    x, *how = n.args
+    inner: Any = x.args[0] if has(x, operator.getitem) else None
+    if not has(inner, steps.frames) or not _only_pads(how) or shape(x)[0] != 1:
+        return None
+    front, back, mode = how[1], how[2], how[4]
+    before, cache, own_front, own_back, border, own_mode, keep, *others, window = inner.args
+    is_padded = own_front or own_back
+    if cache is not None or any(border) or keep or window != 1 or (is_padded and own_mode != mode):
+        return None
+    all_frames = front + own_front, back + own_back, border, mode, 0, *others, 1
+    both = r.new(steps.frames, (before, None, *all_frames))
+    part = r.cut(r.item(both, 0, user(n)), 2, front, shape(x)[2])
+    x.replace_all_uses_with(part, delete_user_cb=lambda reader: reader is not n)
+    return both
+
+
+def _only_pads(how: list[Any]) -> bool:
+    """True if the arguments of ``steps.frames`` after the first are pads along time, and nothing else."""
+    cache, _, _, border, _, keep, shift, norm, times, window = how
+    is_plain = cache is shift is norm is None and not keep and window == 1
+    return is_plain and not any(border) and tuple(times) == _ONCE
 
 
 def _frames(r: Rewriter, source: Source, window: int = 1) -> Node:

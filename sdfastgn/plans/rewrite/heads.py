@@ -26,8 +26,6 @@ from sdfastgn.plans.rewrite.spelling import UNFILLED
 from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.schemas import arguments
 
-__all__ = ["heads"]
-
 aten = torch.ops.aten
 # Exchanges tokens and heads.
 _SWAP = (0, 2, 1, 3)

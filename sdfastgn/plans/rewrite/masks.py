@@ -17,8 +17,6 @@ from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.traffic import memory
 from sdfastgn.plans.trace.refusals import is_random
 
-__all__ = ["ALL", "FIRST", "computed", "keys_seen", "masks_of", "samples_of", "unmasked"]
-
 # Which keys queries see: all of them, or the first ones.
 ALL, FIRST = "all", "first"
 # A key is hidden if its bias is lower than that of a seen key by this much. Its weight is then exp(-9000)

@@ -14,8 +14,6 @@ from sdfastgn.plans.rewrite.norms import ACTIVATIONS, activation
 from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
 
-__all__ = ["modulations"]
-
 aten = torch.ops.aten
 
 

@@ -23,8 +23,6 @@ from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.aliases import VIEWS, copies, in_memory
 from sdfastgn.plans.run.schemas import arguments
 
-__all__ = ["is_copied", "moves", "sum_of_views"]
-
 aten = torch.ops.aten
 Sizes = tuple[int, ...]
 
@@ -57,7 +55,7 @@ def mean_of_views(r: Rewriter, n: Any) -> Node | None:
     if all(shape(x)[a] == 1 for a in axes):
         return r.reshape(x, shape(n))
     kept = [a for a in range(rank(x)) if a not in axes]
-    source = _moved(r, x) if len(kept) in (4, 5) else None
+    source = moved(r, x) if len(kept) in (4, 5) else None
     if source is None:
         return None
     order = [kept[0], *kept[2:], kept[1], *sorted(axes)]
@@ -104,7 +102,7 @@ def bias_before_views(r: Rewriter, n: Any) -> None:
 
 def _sum(r: Rewriter, a: Any, b: Any) -> Node | None:
     """a + b, of two values of one shape. None if no axes suit both."""
-    first, second = _moved(r, a), _moved(r, b)
+    first, second = moved(r, a), moved(r, b)
     if first is None or second is None:
         if has(a, steps.cut) and has(b, steps.cut) and a.args[1:] == b.args[1:]:
             whole = _sum(r, a.args[0], b.args[0]) if shape(a.args[0]) == shape(b.args[0]) else None
@@ -120,9 +118,9 @@ def _sum(r: Rewriter, a: Any, b: Any) -> Node | None:
 # ---- values as views
 
 
-def _moved(r: Rewriter, n: Any) -> Moved | None:
+def moved(r: Rewriter, n: Any) -> Moved | None:
     """``n`` as a view of a value that a step computes. None if a reshape in between joins other axes."""
-    if has(n, *VIEWS) and (source := _moved(r, n.args[0])) is not None:
+    if has(n, *VIEWS) and (source := moved(r, n.args[0])) is not None:
         if has(n, steps.reshape):
             return _reshaped(r, source, shape(n))
         if has(n, steps.permute):

@@ -19,24 +19,6 @@ from sdfastgn.kernels.common.dispatch import KERNEL_DTYPES
 from sdfastgn.plans.run import steps
 from sdfastgn.plans.trace.refusals import DRAWN
 
-__all__ = [
-    "TO_FRAMES",
-    "Rewriter",
-    "cleaned",
-    "dtype",
-    "has",
-    "has_kernels",
-    "is_exact",
-    "is_only",
-    "is_unread",
-    "number",
-    "operands",
-    "ordered",
-    "rank",
-    "shape",
-    "user",
-]
-
 aten = torch.ops.aten
 # The permutation that exchanges channels and frames of a video.
 TO_FRAMES = (0, 2, 1, 3, 4)

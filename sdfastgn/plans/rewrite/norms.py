@@ -28,19 +28,6 @@ from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.aliases import VIEWS
 from sdfastgn.plans.run.schemas import arguments
 
-__all__ = [
-    "ACTIVATIONS",
-    "LAST_OPS",
-    "Norm",
-    "activation",
-    "activations",
-    "is_outside",
-    "mean_square_norm",
-    "norm_over",
-    "norms",
-    "widened",
-]
-
 aten = torch.ops.aten
 # Op -> the name of the activation in kernels. GELU has two names: see ``activation``.
 ACTIVATIONS = {

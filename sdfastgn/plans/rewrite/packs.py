@@ -11,8 +11,6 @@ from torch.fx import Node
 from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, rank, shape
 from sdfastgn.plans.run import steps
 
-__all__ = ["packs"]
-
 # Maximum number of elements of a product. Larger ones fill a GPU by themselves: on an H200, three products
 # with 4608 rows and 3072 columns took 3 x 101 us, and the packed one 336 us.
 MAX_ELEMENTS = 1 << 23

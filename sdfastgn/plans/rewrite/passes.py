@@ -18,6 +18,7 @@ from sdfastgn.plans.rewrite.modulations import modulations
 from sdfastgn.plans.rewrite.moves import moves
 from sdfastgn.plans.rewrite.norms import activations, norms
 from sdfastgn.plans.rewrite.packs import packs
+from sdfastgn.plans.rewrite.repeated_rows import repeated_rows
 from sdfastgn.plans.rewrite.repeats import repeats
 from sdfastgn.plans.rewrite.rotations import rotations
 from sdfastgn.plans.rewrite.spelling import canonicalize
@@ -29,12 +30,11 @@ from sdfastgn.plans.run.schemas import arguments, writes
 from sdfastgn.plans.trace.refusals import DRAWN, is_random
 from sdfastgn.plans.trace.traced import Untraceable
 
-__all__ = ["rewrite"]
-
 aten = torch.ops.aten
 # Each pass takes and returns a graph. A pass relies on those before it:
 PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     canonicalize,  # one spelling for each op
+    repeated_rows,  # before products
     rotations,  # of pairs of elements, in attention
     heads,  # norms before rotations, and heads that are joined along the tokens
     ada_norms,  # norms of tokens with a modulation, and gated sums

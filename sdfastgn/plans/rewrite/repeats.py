@@ -11,8 +11,6 @@ from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, rank, shape
 from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
 
-__all__ = ["repeats"]
-
 
 def repeats(graph: fx.Graph) -> fx.Graph:
     return apply(graph, upsampled, steps.reshape, steps.cut)

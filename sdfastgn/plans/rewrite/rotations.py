@@ -37,8 +37,6 @@ from sdfastgn.plans.rewrite.rules import from_the_last
 from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.schemas import arguments
 
-__all__ = ["rotations"]
-
 aten = torch.ops.aten
 _LAST_OPS = (steps.cast, aten.add.Tensor, aten.view_as_real.default, aten.slice_scatter.default)
 

@@ -15,8 +15,6 @@ from torch.fx import Node
 
 from sdfastgn.plans.rewrite.nodes import Rewriter, cleaned, has, is_unread, ordered
 
-__all__ = ["Rule", "apply", "from_the_last"]
-
 Rule = Callable[[Rewriter, Node], Node | None]
 
 

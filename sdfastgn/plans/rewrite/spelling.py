@@ -24,8 +24,6 @@ from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.schemas import arguments, writes
 from sdfastgn.plans.trace.refusals import is_random
 
-__all__ = ["UNFILLED", "canonicalize"]
-
 aten = torch.ops.aten
 _Spelling = Callable[..., "Node | None"]
 _SPELLINGS: dict[Any, list[_Spelling]] = {}
@@ -368,15 +366,34 @@ def _readers(n: Any) -> int:
 def _attention(
     r: Rewriter, n: Node, q: Node, k: Node, v: Node, mask: Any, dropout: float, *more: Any
 ) -> Node | None:
-    """Attention without an axis of heads -> attention of one head, which kernels take."""
+    """Attention without an axis of heads -> attention of one head, which kernels take.
+
+    A mask that is a triangle -> causal attention. Attention to a single key -> its value.
+    """
     if dropout:
         return None
+    if mask is not None and shape(q)[-2] == shape(k)[-2] == shape(mask)[-2] and _is_triangle(mask):
+        mask, more = None, (True, *more[1:])
+    is_alike = not more[-1] and shape(q)[:-2] == shape(k)[:-2] == shape(v)[:-2]
+    if mask is None and is_alike and shape(k)[-2] == 1:
+        return v if shape(v) == shape(n) else r.like(steps.expand, (v, shape(n)), n)
     is_one_head = mask is None and not more[-1] and rank(q) == 3
     if not is_one_head or not shape(q)[0] == shape(k)[0] == shape(v)[0]:
         return r.like(steps.attention, (q, k, v, mask, *more), n)
     q, k, v = (r.reshape(t, (shape(t)[0], 1, *shape(t)[1:])) for t in (q, k, v))
     y = r.new(steps.attention, (q, k, v, mask, *more), (*shape(q)[:3], shape(v)[3]), dtype(n))
     return r.reshape(y, shape(n))
+
+
+def _is_triangle(mask: Any) -> bool:
+    """True if a mask hides from each query the keys after it, and nothing else."""
+    if dtype(mask) != torch.bool or shape(mask)[-1] != shape(mask)[-2]:
+        return False
+    ones = shape(mask)[-2:]
+    while has(mask, steps.cast, steps.reshape, steps.expand) and shape(mask)[-2:] == ones:
+        mask = mask.args[0]
+    filled: Any = mask.args[0] if has(mask, aten.tril.default) and arguments(mask)[1] == 0 else None
+    return has(filled, aten.full.default) and filled.args[1] != 0 and shape(mask)[-2:] == ones
 
 
 # ---- norms

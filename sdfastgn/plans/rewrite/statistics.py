@@ -16,8 +16,6 @@ from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.rewrite.views import merged_views
 from sdfastgn.plans.run import steps
 
-__all__ = ["statistics", "wants_statistics"]
-
 # Step that can compute statistics of its result -> index of its argument ``emits``.
 _EMITS = {steps.add: 4, steps.add_bias_: 2, steps.blend: 5, steps.cat_two: 2, steps.upsample_conv: 3}
 

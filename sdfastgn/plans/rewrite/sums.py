@@ -31,8 +31,6 @@ from sdfastgn.plans.rewrite.views import applied, axis_after, merged_views
 from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.aliases import base
 
-__all__ = ["activated_sums", "shifts", "sums"]
-
 aten = torch.ops.aten
 # Norm -> index of its argument ``shift``.
 _SHIFT = {steps.group_norm: 6, steps.channel_norm: 7, steps.frames: 7}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,11 +26,10 @@ from sdfastgn.plans.rewrite.nodes import (
     shape,
 )
 from sdfastgn.plans.rewrite.norms import activation, is_outside
+from sdfastgn.plans.rewrite.repeated_rows import grouped_rows
 from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.rewrite.views import applied
 from sdfastgn.plans.run import steps
-
-__all__ = ["tokens"]
 
 aten = torch.ops.aten
 # Dtypes of products that compute an activation.
@@ -64,7 +64,7 @@ def _add_before_norms(graph: fx.Graph) -> fx.Graph:
         after, product = later.get(total, (None, None))
         r.at = total
         bias = product.args[2] if product is not None else None
-        both = r.new(steps.add_layer_norm, (*total.args, *n.args[1:], bias))
+        both = _norm_of_sum(r, total, n.args[1:], bias)
         y, new_total = r.item(both, 0, n), r.item(both, 1, total)
         r.replace(n, y)
         r.replace(total, new_total)
@@ -74,21 +74,30 @@ def _add_before_norms(graph: fx.Graph) -> fx.Graph:
     return ordered(cleaned(graph))
 
 
+def _norm_of_sum(r: Rewriter, total: Node, norm: Sequence[Any], bias: Node | None) -> Node:
+    """The step for (layer_norm(total), total + bias). It reads rows that are repeated in the sum once."""
+    for x, added in operands(total):
+        found = grouped_rows(r, added)
+        if found is not None:
+            both = x.args if _is_sum(x) and is_only(x) else (x, None)
+            return r.new(steps.grouped_layer_norm, (*both, *found, *norm, bias))
+    return r.new(steps.add_layer_norm, (*total.args, *norm, bias))
+
+
 def _sums_in_place(graph: fx.Graph) -> dict[Node, tuple[Node, Any]]:
     """a + b -> (total, product): total = (a + b) + product may be written over a + b.
 
     Only a layer norm reads a + b besides, and nobody else reads the product. ``add_layer_norm`` then makes
-    a + b as a new tensor, and adds the product's bias to it.
+    a + b as a new tensor, and adds the product's bias to it. So every other sum of a chain can be written in
+    place. The last one is, because no norm follows it that could add.
     """
     found: dict[Node, tuple[Node, Any]] = {}
-    written: set[Node] = set()
-    for total in graph.nodes:
-        for product, before in operands(total) if _is_sum(total) else ():
-            if not has(product, steps.linear) or not is_only(product) or before in written:
+    for total in reversed(graph.nodes):
+        for product, before in operands(total) if _is_sum(total) and total not in found else ():
+            if not has(product, steps.linear) or not is_only(product):
                 continue
             if _is_sum(before) and _is_read_by_norm_and(total, before):
                 found[before] = total, product
-                written.add(total)
                 break
     return found
 

@@ -14,8 +14,6 @@ from sdfastgn.plans.rewrite.norms import ACTIVATIONS
 from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
 
-__all__ = ["applied", "axis_after", "merged_views", "sink_views"]
-
 
 def merged_views(graph: fx.Graph) -> fx.Graph:
     """Reshapes of reshapes and permutations of permutations become one."""

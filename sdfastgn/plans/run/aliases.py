@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
 
+from sdfastgn.kernels.attention.over_frames import tokens_within
 from sdfastgn.plans.run import schemas, steps
 
 # Steps that compute nothing: their results are views wherever strides allow it.
@@ -27,6 +28,7 @@ _OF_ROWS = (
     steps.act_linear,
     steps.layer_norm,
     steps.add_layer_norm,
+    steps.grouped_layer_norm,
     steps.ada_norm,
     steps.ada_norm_in_e4m3,
     steps.rotate,
@@ -83,6 +85,8 @@ def in_memory(n: Any) -> Tensor:
     if n.op == "call_function" and n.target in VIEWS:
         return n.target(in_memory(n.args[0]), *n.args[1:])
     shape = n.meta["shape"]
+    if n.target is steps.attention and tokens_within(*map(in_memory, n.args[:3])) is False:
+        return torch.empty((shape[2], *shape[:2], shape[3]), device="meta").permute(1, 2, 0, 3)
     if n.target in (
         steps.attention,
         steps.attention_to_first,

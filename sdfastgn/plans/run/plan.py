@@ -31,8 +31,6 @@ from sdfastgn.plans.run.traffic import Step, memory, steps_of, table
 from sdfastgn.plans.trace.refusals import DRAWN, is_random
 from sdfastgn.plans.trace.traced import Traced
 
-__all__ = ["Plan", "without_autocast"]
-
 aten = torch.ops.aten
 # Bytes (256 MB). A larger value is no constant: keeping it would take more memory than a call without plan
 # needs at any time. The largest useful ones are tables of positions, a few MB.

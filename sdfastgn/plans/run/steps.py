@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.act_linear import op as act_linear_op
 from sdfastgn.kernels.ada_norm import op as ada_norm_op
-from sdfastgn.kernels.attention import few_keys, wide_heads
+from sdfastgn.kernels.attention import few_keys, over_frames, wide_heads
 from sdfastgn.kernels.channel_norm import op as channel_norm_op
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATIONS
@@ -26,6 +26,7 @@ from sdfastgn.kernels.common.private import scaled_dot_product_attention
 from sdfastgn.kernels.convolution import windows
 from sdfastgn.kernels.geglu import gated as gated_op
 from sdfastgn.kernels.group_norm import op as group_norm_op
+from sdfastgn.kernels.layer_norm import grouped
 from sdfastgn.kernels.layer_norm import op as layer_norm_op
 from sdfastgn.kernels.pad_frames import op as pad_frames_op
 from sdfastgn.kernels.product import op as product_op
@@ -372,7 +373,10 @@ def attention(
     enable_gqa: bool,
 ) -> Tensor:
     """``aten.scaled_dot_product_attention`` without dropout."""
-    is_plain = mask is None and not is_causal and (scale is None or scale > 0)
+    is_positive = mask is None and (scale is None or scale > 0)
+    if is_positive and (y := over_frames.attend_in_samples(q, k, v, is_causal, scale)) is not None:
+        return y
+    is_plain = is_positive and not is_causal
     if is_plain and q.dim() == 4 and k.shape == v.shape and k.shape[:2] == q.shape[:2] and q.dtype == v.dtype:
         if wide_heads.runs_in_chunks(q, k, v):
             return wide_heads.wide_attention(q, k, v, scale=scale)
@@ -640,6 +644,24 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """(layer_norm(a + b), a + b + total_bias)."""
     return layer_norm_op.add_layer_norm(a, b, weight, bias, eps, total_bias=total_bias)
+
+
+def grouped_layer_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    rows: Tensor,
+    period: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    total_bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(u), u + total_bias), where row i of u is x + residual + rows[i // period % number]."""
+    groups = grouped.Groups(period, rows.contiguous())
+    parts = x.contiguous(), None if residual is None else residual.contiguous()
+    return grouped.grouped_layer_norm(
+        parts[0], weight, bias, eps, groups, residual=parts[1], total_bias=total_bias
+    )
 
 
 def ada_norm(

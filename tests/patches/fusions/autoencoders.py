@@ -11,7 +11,7 @@ import torch
 from diffusers.models.autoencoders import autoencoder_kl_magvit as magvit
 from torch import Tensor, nn
 
-from sdfastgn.patches.fusions import cosmos, easyanimate, hunyuan_video_15
+from sdfastgn.patches.fusions import easyanimate, hunyuan_video_15
 from sdfastgn.patches.layers import wrapped_conv
 from tests.patches import cases
 from tests.patches.samples import randomize, without_frames
@@ -83,42 +83,6 @@ def sets(name: str, make: Callable[[], Any]) -> Callable[[Any], None]:
         setattr(block.get_submodule(path), attribute, make())
 
     return change
-
-
-# ---- Cosmos
-
-COSMOS = {
-    "encoder_block_out_channels": (8, 8, 16, 16),
-    "decode_block_out_channels": (8, 16, 16, 16),
-    "latent_channels": 4,
-    "num_layers": 1,
-    "latents_mean": None,
-    "latents_std": None,
-}
-
-
-def cosmos_autoencoder(space: int = 8, time: int = 8, **options: Any) -> Any:
-    ratios = {"spatial_compression_ratio": space, "temporal_compression_ratio": time}
-    return small(diffusers.AutoencoderKLCosmos, **COSMOS, **ratios, **options)
-
-
-def mode_of(x: Tensor) -> Callable[[Any], Tensor]:
-    """An encode by Cosmos, whose distribution has no parameters."""
-    return lambda model: model.encode(x).latent_dist.mode()
-
-
-COSMOS_BLOCK = Block(
-    lambda: small(cosmos.cosmos.CosmosResnetBlock3d, 8, 12),
-    (1, 8, 3, 4, 6),
-    ("norm1", "norm1.norm", "conv1", "conv1.conv_s", "norm2", "conv2.conv_t", "conv_shortcut", "dropout"),
-    {
-        "a-replaced-conv-forward": conv_twice(lambda m: m.conv1.conv_t),
-        "another-norm": sets("norm1", nn.Identity),
-        "groups": sets("norm2", lambda: cosmos.cosmos.CosmosCausalGroupNorm(12, 3)),
-        "another-mode": sets("conv2.conv_s.pad_mode", lambda: "replicate"),
-    },
-    [(cosmos, "_project")],
-)
 
 
 # ---- EasyAnimate
@@ -250,12 +214,6 @@ def flux2_calls(H: int, W: int) -> Calls:
 
 
 FAMILIES = {
-    "cosmos": Family(
-        cosmos_autoencoder,
-        lambda: [(decode_of, codes(2)), (mode_of, pixels(8, 9))],
-        lambda: [(decode_of, codes(3, latents=(17, 23))), (mode_of, pixels(8, 17, latents=(17, 23)))],
-        COSMOS_BLOCK,
-    ),
     "easyanimate": Family(
         easyanimate_autoencoder,
         lambda: [(decode_of, codes(2, latents=(1, 2))), (encode_of, pixels(2, 3))],

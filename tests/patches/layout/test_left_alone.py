@@ -52,7 +52,7 @@ def test_a_plan_repeats_borders_in_a_kernel():
         assert torch.equal(call(), expected)
 
 
-@pytest.mark.parametrize("name", ["Cosmos", "HunyuanVideo 1.5"])
+@pytest.mark.parametrize("name", ["EasyAnimate", "HunyuanVideo 1.5"])
 def test_others_are_fused(name):
     model, _ = row(name)
     assert sdfastgn.report(sdfastgn.optimize(model)).fused

@@ -339,6 +339,37 @@ def test_kept_frames_of_upsampled_frames(weight):
     assert kept_steps(call, video(3)) == (["frames", "conv"], [2])
 
 
+# ---- padded frames that others read without pads
+
+
+def residual_of(before, pad, weight):
+    """A convolution of padded frames, plus the frames themselves."""
+
+    def call(x):
+        x = before(x)
+        return F.conv3d(F.pad(x, pad, mode="replicate"), weight) + x
+
+    return call
+
+
+@pytest.mark.parametrize("front", [2, 1])
+@pytest.mark.parametrize("before", [lambda x: first_once(x), lambda x: first_once(channel_norm(x))])
+def test_others_read_a_part_of_the_padded_frames(before, front, weight):
+    call = residual_of(before, (0, 0, 0, 0, front, 2 - front), weight[..., :1, :1])
+    plan = checked(call, video()[:1])
+    assert [name for name in plan.steps if name != "aten.add"] == ["frames", "conv"]
+    assert frames_of(plan)[0]["front"] == front
+
+
+@pytest.mark.parametrize(
+    ("pad", "samples"), [((1, 1, 1, 1, 2, 0), 1), ((0, 0, 0, 0, 2, 0), 2)], ids=["borders", "two videos"]
+)
+def test_other_padded_frames_are_apart(pad, samples, weight):
+    weight = weight if pad[0] else weight[..., :1, :1]
+    plan = checked(residual_of(lambda x: first_once(x), pad, weight), video()[:samples])
+    assert plan.steps.count("frames") == 2
+
+
 # ---- pads before a norm
 
 

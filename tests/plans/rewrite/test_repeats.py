@@ -56,8 +56,9 @@ def test_frames_before_a_convolution():
         w = torch.ones(3, 3, 3, 1, 1)
         return y + F.conv3d(torch.cat([y[:, :, :1].repeat(1, 1, 2, 1, 1), y], 2), w)
 
-    plan = checked(call, torch.randn(VIDEO))
-    upsampled, padded = plan.all(steps.frames)
+    both = checked(call, torch.randn(VIDEO)).only(steps.frames)
+    assert (both.args[2:6], both.args[9]) == ((2, 0, (0, 0), "replicate"), (2, 1, 1))
+    upsampled, padded = checked(call, torch.randn(2, *VIDEO[1:])).all(steps.frames)  # several videos
     assert (upsampled.args[2:4], upsampled.args[9]) == ((0, 0), (2, 1, 1))
     assert (padded.args[2:6], padded.args[9]) == ((2, 0, (0, 0), "replicate"), (1, 1, 1))
 

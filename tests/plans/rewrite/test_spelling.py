@@ -471,3 +471,39 @@ def test_a_pad_that_a_cell_reads_stays(pads):
 )
 def test_other_pools_stay(call, x):
     assert "aten.mean" not in steps_of(call, x)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda x: torch.tril(x.new_ones(6, 6)).bool(),
+        lambda x: torch.ones(6, 6, dtype=torch.bool).tril()[None],
+        lambda x: torch.full((1, 6, 6), True).tril().expand(2, 6, 6),
+    ],
+)
+def test_a_mask_that_is_a_triangle_is_causal_attention(mask):
+    plan = checked(lambda x: F.scaled_dot_product_attention(x, x, x, mask(x)), x3)
+    assert plan.steps == ["attention"]
+    (step,) = [n for n in plan.graph.nodes if n.target is steps.attention]
+    assert step.args[3:5] == (None, True)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda x: torch.tril(x.new_ones(6, 6)),  # it is added
+        lambda x: torch.tril(x.new_ones(6, 6), 1).bool(),
+        lambda x: torch.triu(x.new_ones(6, 6)).bool().flip(0, 1).mT,
+        lambda x: torch.tril(x.new_ones(2, 6)).bool().any(0).expand(6, 6),
+        lambda x: (torch.tril(x.new_ones(6, 6)) * x[0, :, :6]).abs().bool(),
+    ],
+)
+def test_masks_that_are_no_triangle_of_ones_stay(mask):
+    plan = checked(lambda x: F.scaled_dot_product_attention(x, x, x, mask(x)), x3)
+    (step,) = [n for n in plan.graph.nodes if n.target is steps.attention]
+    assert step.args[3] is not None
+
+
+def test_a_triangle_of_other_sizes_stays():
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()[:, :4]
+    checked(lambda x: F.scaled_dot_product_attention(x, x[:, :4], x[:, :4], mask), x3)

@@ -282,3 +282,43 @@ def test_an_embedding_of_a_shared_convolution(conv, image):
         lambda x, e: (y := conv(x), F.group_norm(y + e[:, :, None, None], 2)), image, torch.randn(2, 4)
     )
     assert plan.steps == ["conv", "add_bias_", "group_norm"]
+
+
+# ---- embeddings of frames
+
+
+W5, B5 = torch.randn(4, 4, 3, 1, 1), torch.randn(4)
+
+
+@pytest.mark.parametrize("bias", [None, B5])
+@pytest.mark.parametrize("flip", [False, True])
+def test_an_embedding_of_each_frame_is_added_with_the_bias(bias, flip):
+    def call(x, t):
+        h, t = F.conv3d(x, W5, bias, padding=(1, 0, 0)), t.transpose(1, 2)[..., None, None]
+        return F.silu(F.group_norm(t + h if flip else h + t, 2))
+
+    plan = checked(call, torch.randn(2, 4, 3, 5, 6), torch.randn(2, 3, 4))
+    assert [name for name in plan.steps if name != "aten.add"] == ["conv", "add_bias_", "group_norm"]
+    assert plan.steps.count("aten.add") == (bias is not None)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda h, t: (h, h + t[:, :, :, None, None]),
+        lambda h, t: h + t[:1, :, :, None, None],
+        lambda h, t: h + t[:, :1, :, None, None],
+        lambda h, t: h.relu() + t[:, :, :, None, None],
+        lambda h, t: h + t[:, :, :, None, None].double().float().expand(2, 4, 3, 5, 6),
+        lambda h, t: h[:, :, :, 0, 0] + t,
+    ],
+    ids=["read twice", "of one video", "of one channel", "no convolution", "large", "no video"],
+)
+def test_other_embeddings_of_frames_stay(call):
+    plan = checked(
+        lambda x, t: call(F.conv3d(x, W5, padding=(1, 0, 0)), t),
+        torch.randn(2, 4, 3, 5, 6),
+        torch.randn(2, 4, 3),
+    )
+    assert "aten.add" in plan.steps
+    assert "add_bias_" not in plan.steps

@@ -341,6 +341,11 @@ CASES = {
         lambda q, k, v: steps.attention(q, k, v, None, True, None, False),
         partial(sdpa, is_causal=True),
     ),
+    "attention-of-few-tokens": (
+        ((70, 2, 3, 8),) * 3,
+        lambda q, k, v: steps.attention(q, k, v, None, True, 0.3, False),
+        partial(sdpa, is_causal=True, scale=0.3),
+    ),
     "attention-groups": (
         ((2, 4, 7, 8), (2, 2, 5, 8), (2, 2, 5, 8)),
         lambda q, k, v: steps.attention(q, k, v, None, False, None, True),
@@ -582,6 +587,19 @@ CASES = {
         (ROWS, ROWS, (12,), (12,), (12,)),
         lambda a, b, w, c, d: steps.add_layer_norm(a, b, w, c, 1e-5, d),
         lambda a, b, w, c, d: (F.layer_norm(a + b, (12,), w, c), a + b + d),
+    ),
+    "grouped-layer-norm": (
+        ((2, 6, 12), (2, 6, 12), (2, 12), (12,), (12,), (12,)),
+        lambda a, b, rows, w, c, d: steps.grouped_layer_norm(a, b, rows, 3, w, c, 1e-5, d),
+        lambda a, b, rows, w, c, d: (
+            F.layer_norm(u := a + b + rows.repeat_interleave(3, 0), (12,), w, c),
+            u + d,
+        ),
+    ),
+    "grouped-layer-norm-alone": (
+        ((2, 6, 12), (2, 12)),
+        lambda a, rows: steps.grouped_layer_norm(a, None, rows, 6, None, None, 1e-5, None),
+        lambda a, rows: (F.layer_norm(u := a + rows[:, None], (12,)), u),
     ),
     "ada-norm": (
         ((2, 5, 12), (2, 5, 12), (2, 1, 12), (12,), (1, 5, 12), (2, 5, 12)),
