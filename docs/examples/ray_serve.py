@@ -1,7 +1,13 @@
 """An image server on Ray Serve, with one replica per GPU. It draws similar requests in one call.
 
 Requests can share a call if they have the same size, steps and guidance, and if all or none have a
-negative prompt.
+negative prompt. Ray first takes a batch of requests in the order in which they came, and then splits
+the batch into such calls.
+
+When the application is deleted, or when ``Front`` is not running, Ray itself answers in plain text.
+Requests that wait for a replica when the application is deleted fail after ``CALL_S``. ``max_waiting``
+counts a request until Ray has chosen its replica, so some of many requests that come at the same moment
+are refused although replicas are free.
 
 pip install ".[serve]"
 serve run --app-dir docs/examples --working-dir docs/examples ray_serve:build model=path/to/pipeline

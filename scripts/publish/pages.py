@@ -30,6 +30,7 @@ from scripts.publish.tables.end_to_end import (
     latency_markdown,
     results_markdown,
     stable_fast_markdown,
+    transformer_claims_markdown,
     transformers_compared_markdown,
     transformers_markdown,
 )
@@ -55,9 +56,8 @@ from sdfastgn.bench.tables.plots import plot_reason
 # The pages whose tables this script renews. The card on the Hub has tables too: scripts/build_hub_kernels.py
 # fills them.
 PAGES = (
-    "README.md", "docs/index.md", "docs/benchmarks.md", "docs/coverage.md", "docs/memory.md",
-    "docs/serving.md", "docs/stable-fast.md", "docs/comfyui.md", "docs/fp8.md",
-    "docs/measurements/plans.md",
+    "README.md", "docs/index.md", "docs/benchmarks.md", "docs/coverage.md", "docs/stable-fast.md",
+    "docs/comfyui-in-detail.md", "docs/fp8-in-detail.md", "docs/measurements/plans.md",
 )  # fmt: skip
 TABLES: dict[str, Callable[[Path], str]] = {
     "claims": claims_markdown,
@@ -76,6 +76,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "video": video_markdown,
     "compiled_videos": compiled_videos_markdown,
     "plans": plans_markdown,
+    "transformer_claims": transformer_claims_markdown,
     "transformers": transformers_markdown,
     "transformers_compared": transformers_compared_markdown,
     "adapters": adapters_markdown,
