@@ -1,4 +1,4 @@
-"""Writes the tables and pictures of the published pages from the committed JSON files.
+"""Writes the tables and pictures of the published pages from the committed JSON files, and from docstrings.
 
 ``python -m scripts.publish.pages`` renews all tables of ``PAGES`` and the pictures of ``plots.PICTURES``. On
 a page, a table is between the lines ``<!-- table:NAME -->`` and ``<!-- /table:NAME -->``.
@@ -39,6 +39,7 @@ from scripts.publish.tables.fp8 import (
     fp8_quality_markdown,
     fp8_times_markdown,
 )
+from scripts.publish.tables.fusions import fusions_markdown
 from scripts.publish.tables.kernels import inference_markdown, suite_markdown
 from scripts.publish.tables.memory import memory_markdown
 from scripts.publish.tables.offloading import offloading_markdown
@@ -57,7 +58,7 @@ from sdfastgn.bench.tables.plots import plot_reason
 # fills them.
 PAGES = (
     "README.md", "docs/index.md", "docs/benchmarks.md", "docs/coverage.md", "docs/stable-fast.md",
-    "docs/comfyui-in-detail.md", "docs/fp8-in-detail.md", "docs/measurements/plans.md",
+    "docs/comfyui-in-detail.md", "docs/fp8-in-detail.md", "docs/fusions.md", "docs/measurements/plans.md",
 )  # fmt: skip
 TABLES: dict[str, Callable[[Path], str]] = {
     "claims": claims_markdown,
@@ -87,6 +88,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "fp8_mlperf": fp8_mlperf_markdown,
     "fp8_quality": fp8_quality_markdown,
     "serving_load": serving_load_markdown,
+    "fusions": fusions_markdown,
     "kernels": inference_markdown,
     **{name: functools.partial(suite_markdown, suite) for name, suite in SUITES.items() if name != INFERENCE},
 }
