@@ -66,7 +66,9 @@ def test_code_and_tables_can_be_read_to_their_end(browser: Any, site: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["index", "getting-started", "coverage", "results", "api"])
+@pytest.mark.parametrize(
+    "page", ["index", "getting-started", "comfyui", "benchmarks", "coverage", "results", "api"]
+)
 def test_a_page_can_be_read_on_a_phone(browser: Any, site: Path, page: str) -> None:
     open_at(browser, site / f"{page}.html", PHONE)
     assert browser.execute_script(WIDER_THAN_THE_SCREEN) <= 0
@@ -93,6 +95,23 @@ def test_the_search_works_without_a_server(browser: Any, site: Path, start: str)
     ]
     assert sent
     assert [url for url in sent if not url.startswith(("file:", "data:", "about:"))] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("lora", "lora"),
+        ("offloading", "memory"),
+        ("black images", "troubleshooting"),
+        ("comfyui", "comfyui"),
+        ("groupnorm", "other-models"),
+        ("kernel cache", "serving"),
+    ],
+)
+def test_the_page_for_use_is_found_first(browser: Any, site: Path, words: str, page: str) -> None:
+    open_at(browser, site / "index.html", WIDTH)
+    assert searched(browser, words)[0].split("/")[1] == page
 
 
 def searched(browser: Any, words: str) -> list[str]:

@@ -59,7 +59,7 @@ REFERENCES = (("eager", True), ("eager", False))
 CLAIMS = (
     ("vae", "VAE decodes", ("eager", True), "diffusers' own code in a CUDA graph"),
     ("unet", "UNet steps", ("eager", True), "diffusers' own code in a CUDA graph"),
-    ("pipeline", "whole images", ("eager", False), "diffusers' own code without one"),
+    ("pipeline", "whole images", ("eager", False), "diffusers' own code without a CUDA graph"),
     ("transformer", "transformer steps", ("eager", True), "diffusers' own code in a CUDA graph"),
 )
 # Columns of the front page's table of transformers: title -> (the times of others, of which the shortest

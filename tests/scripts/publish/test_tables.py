@@ -203,7 +203,7 @@ def test_the_claims_are_the_ends_of_the_headlines_speed_ups(tmp_path):
         "",
         "- VAE decodes: 2.0x to 4.0x as fast as diffusers' own code in a CUDA graph",
         "- UNet steps: 0.6x as fast as diffusers' own code in a CUDA graph",
-        "- whole images: 4.0x as fast as diffusers' own code without one",
+        "- whole images: 4.0x as fast as diffusers' own code without a CUDA graph",
         "",
         "Measured on another GPU:",
         "",
