@@ -201,7 +201,10 @@ class Products:
             self._contents = Contents(sources, [False] * len(sources))
 
     def note_replay(self) -> None:
-        """Call this before a graph starts in the current stream, and ``has_same_contents`` after that."""
+        """Begin to compare the contents of weights. Call it before a CUDA graph starts in the current stream.
+
+        ``has_same_contents`` has the result, after the start.
+        """
         if self._contents is not None:
             self._contents.begin()
 
