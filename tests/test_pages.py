@@ -48,18 +48,18 @@ _Settings.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
 
 
 def shelves():
-    """The pages of each section of the navigation."""
-    [_, *sections] = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), _Settings)["nav"]
+    """The pages of each section of the navigation. The overview and the API page are in no section."""
+    navigation = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), _Settings)["nav"]
     return {
         name: [f"docs/{page}" for entry in entries for page in entry.values()]
-        for section in sections
+        for section in navigation
         for name, entries in section.items()
+        if isinstance(entries, list)
     }
 
 
 SHELVES = shelves()
-# Words of a page for use that somebody reads: without code, tables and front matter. Four minutes. The
-# docstrings on the API page are not counted.
+# Words of a page for use that somebody reads: without code, tables and front matter. Four minutes.
 MOST_WORDS = 1000
 # Pages for use: as many as somebody looks through in a list.
 MOST_PAGES = 12

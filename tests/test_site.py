@@ -105,7 +105,7 @@ def test_the_search_works_without_a_server(browser: Any, site: Path, start: str)
         ("black images", "troubleshooting"),
         ("comfyui", "comfyui"),
         ("groupnorm", "other-models"),
-        ("kernel cache", "serving"),
+        ("kernel cache", "first-images"),
     ],
 )
 def test_the_page_for_use_is_found_first(browser: Any, site: Path, words: str, page: str) -> None:

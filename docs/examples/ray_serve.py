@@ -1,27 +1,7 @@
 """An image server on Ray Serve, with one replica per GPU. It draws similar requests in one call.
 
 Requests can share a call if they have the same size, steps and guidance, and if all or none have a
-negative prompt. Ray first takes a batch of requests in the order in which they came, and then splits
-the batch into such calls.
-
-On a cluster, start Ray on each machine (``ray start --head`` on the first, then ``ray start
---address=HEAD:6379``), with sdfastgn, Ray and the model. Then ``serve run`` on one of them draws until its
-terminal ends. A server that goes on is started by ``serve deploy serve.yaml``, with this file:
-
-    http_options: {host: 0.0.0.0, port: 8000}
-    applications:
-      - name: default
-        import_path: ray_serve:build  # on PYTHONPATH of every machine
-        args: {model: /models/sdxl, max_replicas: 16}
-
-With KubeRay, put the same text into the field ``serveConfigV2`` of a ``RayService``. Give each worker
-``nvidia.com/gpu: 1``, set ``maxReplicas`` of the workers to ``max_replicas``, and
-``terminationGracePeriodSeconds`` of the pods to more than ``CALL_S``.
-
-When the application is deleted, or when ``Front`` is not running, Ray itself answers in plain text.
-Requests that wait for a replica when the application is deleted fail after ``CALL_S``. ``max_waiting``
-counts a request until Ray has chosen its replica, so some of many requests that come at the same moment
-are refused although replicas are free.
+negative prompt.
 
 pip install ".[serve]"
 serve run --app-dir docs/examples --working-dir docs/examples ray_serve:build model=path/to/pipeline
