@@ -656,7 +656,10 @@ class ProductCall:
 
 
 def written(call: ProductCall | None, kernel: Callable[..., _Written]) -> _Written:
-    """``call.written(kernel)``. Without a product, the result of ``kernel`` in the model's dtype."""
+    """Runs ``kernel``, which writes in E4M3 what the product of ``call`` reads.
+
+    If ``call`` is None there is no such product, and the result has the model's dtype.
+    """
     return kernel(quantizer=None) if call is None else call.written(kernel)
 
 
