@@ -20,6 +20,7 @@ import tomllib
 import torch
 import torch.distributed.run
 import typer
+import yaml
 from accelerate.commands.launch import launch_command_parser
 from packaging.requirements import Requirement
 
@@ -36,6 +37,32 @@ from tests.plugin import run_fused_on_cpu
 README = PAGES["README.md"]
 COMMANDS = commands()
 PYTHON_PAGES = list(dict.fromkeys(block.page for block in BLOCKS if block.language == "python"))
+TABLE = re.compile(r"<!-- table:(.*?) -->.*?<!-- /table:\1 -->", re.DOTALL)
+
+
+class _Settings(yaml.SafeLoader):
+    """Reads mkdocs.yml, in which a tag names a Python function."""
+
+
+_Settings.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+
+
+def shelves():
+    """The pages of each section of the navigation. The overview and the API page are in no section."""
+    navigation = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), _Settings)["nav"]
+    return {
+        name: [f"docs/{page}" for entry in entries for page in entry.values()]
+        for section in navigation
+        for name, entries in section.items()
+        if isinstance(entries, list)
+    }
+
+
+SHELVES = shelves()
+# Words of a page for use that somebody reads: without code, tables and front matter. Four minutes.
+MOST_WORDS = 1000
+# Pages for use: as many as somebody looks through in a list.
+MOST_PAGES = 12
 
 
 # ---- blocks
@@ -65,9 +92,6 @@ def of_the_page_on_other_models(names, asked, printed):
     [expected] = [b.code for b in BLOCKS if (b.page, b.language) == ("docs/other-models.md", "text")]
     assert printed.startswith(expected)
     assert printed.endswith(".Louder is a subclass of GroupNorm\n")
-
-
-def of_the_page_on_ops(names, asked, printed):
     norm, y = names["norm"], names["y"]
     expected = torch.nn.functional.group_norm(names["x"].contiguous(), 32, norm.weight, norm.bias)
     torch.testing.assert_close(y, expected)
@@ -108,7 +132,7 @@ def of_the_page_on_diffusers(names, asked, printed):
 def of_the_page_on_rules(names, asked, printed):
     """What the page does not run is in the file that it names."""
     blocks = [b for b in BLOCKS if b.page == "docs/writing-a-rule.md" and b.why_not]
-    assert len(blocks) == 4
+    assert len(blocks) == 6
     for block in blocks:
         text = (ROOT / block.why_not.removeprefix("it is in ")).read_text(encoding="utf-8")
         assert " ".join(block.code.split()) in " ".join(text.split())
@@ -125,7 +149,6 @@ BEFORE = {
 CHECKS = {
     "README.md": of_the_readme,
     "docs/hub-kernels.md": of_the_page_on_the_kernel_hub,
-    "docs/ops.md": of_the_page_on_ops,
     "docs/other-models.md": of_the_page_on_other_models,
     "docs/plans.md": of_the_page_on_plans,
     "docs/upstream.md": of_the_page_on_diffusers,
@@ -333,7 +356,7 @@ def test_every_link_leads_to_a_file_and_a_heading(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_prose_wraps_at_100(page):
-    text = re.sub(r"```.*?```|<!-- table:(.*?) -->.*?<!-- /table:\1 -->", "", PAGES[page], flags=re.DOTALL)
+    text = TABLE.sub("", re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL))
     assert [line for line in text.splitlines() if len(line) > 100 and not line.startswith("|")] == []
 
 
@@ -347,11 +370,45 @@ def test_both_front_pages_begin_with_the_same_five_lines():
     assert all("images/times.png" in PAGES[block.page] for block in first)
 
 
+def words(page):
+    """The number of words of a page without its code, tables and front matter."""
+    text = re.sub(r"\A---\n.*?\n---\n|^( *)```.*?^\1```$", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)
+    lines = TABLE.sub("", text).splitlines()
+    return sum(len(line.split()) for line in lines if not line.startswith("|"))
+
+
 def test_the_readme_is_read_in_half_a_minute():
-    words = re.sub(
-        r"```.*?```|<!-- table:(.*?) -->.*?<!-- /table:\1 -->", "", README, flags=re.DOTALL
-    ).split()
-    assert len(words) <= 600
+    assert words("README.md") <= 600
+
+
+def test_the_changelog_is_one_page():
+    assert words("CHANGELOG.md") <= MOST_WORDS
+
+
+def test_the_pages_are_on_three_shelves():
+    assert list(SHELVES) == ["Use", "Contribute", "Evidence"]
+    assert len(SHELVES["Use"]) <= MOST_PAGES
+
+
+@pytest.mark.parametrize("page", SHELVES["Use"])
+def test_a_page_for_use_is_read_in_four_minutes(page):
+    assert words(page) <= MOST_WORDS
+
+
+def test_the_search_shows_use_before_contribute_before_evidence():
+    boosts = {
+        shelf: {
+            float(found[1]) if (found := re.match(r"---\nsearch: \{ boost: (.*) \}\n---\n", text)) else 1.0
+            for text in (PAGES[page] for page in pages if not page.endswith("README.md"))
+        }
+        for shelf, pages in SHELVES.items()
+    }
+    assert boosts["Use"] == {1.0}
+    assert max(boosts["Contribute"]) < 1
+    assert min(boosts["Contribute"]) > max(boosts["Evidence"])
+    for folder in ("adr", "measurements"):  # a file has the boost of all pages of the folder
+        text = (ROOT / "docs" / folder / ".meta.yml").read_text("utf-8")
+        assert yaml.safe_load(text)["search"]["boost"] < min(boosts["Evidence"])
 
 
 def test_every_fusion_is_in_the_table():

@@ -1,4 +1,4 @@
-"""Writes the tables and pictures of the published pages from the committed JSON files.
+"""Writes the tables and pictures of the published pages from the committed JSON files, and from docstrings.
 
 ``python -m scripts.publish.pages`` renews all tables of ``PAGES`` and the pictures of ``plots.PICTURES``. On
 a page, a table is between the lines ``<!-- table:NAME -->`` and ``<!-- /table:NAME -->``.
@@ -30,6 +30,7 @@ from scripts.publish.tables.end_to_end import (
     latency_markdown,
     results_markdown,
     stable_fast_markdown,
+    transformer_claims_markdown,
     transformers_compared_markdown,
     transformers_markdown,
 )
@@ -38,6 +39,7 @@ from scripts.publish.tables.fp8 import (
     fp8_quality_markdown,
     fp8_times_markdown,
 )
+from scripts.publish.tables.fusions import fusions_markdown
 from scripts.publish.tables.kernels import inference_markdown, suite_markdown
 from scripts.publish.tables.memory import memory_markdown
 from scripts.publish.tables.offloading import offloading_markdown
@@ -55,9 +57,8 @@ from sdfastgn.bench.tables.plots import plot_reason
 # The pages whose tables this script renews. The card on the Hub has tables too: scripts/build_hub_kernels.py
 # fills them.
 PAGES = (
-    "README.md", "docs/index.md", "docs/benchmarks.md", "docs/coverage.md", "docs/memory.md",
-    "docs/serving.md", "docs/stable-fast.md", "docs/comfyui.md", "docs/fp8.md",
-    "docs/measurements/plans.md",
+    "README.md", "docs/index.md", "docs/benchmarks.md", "docs/coverage.md", "docs/stable-fast.md",
+    "docs/comfyui-in-detail.md", "docs/fp8-in-detail.md", "docs/fusions.md", "docs/measurements/plans.md",
 )  # fmt: skip
 TABLES: dict[str, Callable[[Path], str]] = {
     "claims": claims_markdown,
@@ -76,6 +77,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "video": video_markdown,
     "compiled_videos": compiled_videos_markdown,
     "plans": plans_markdown,
+    "transformer_claims": transformer_claims_markdown,
     "transformers": transformers_markdown,
     "transformers_compared": transformers_compared_markdown,
     "adapters": adapters_markdown,
@@ -86,6 +88,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "fp8_mlperf": fp8_mlperf_markdown,
     "fp8_quality": fp8_quality_markdown,
     "serving_load": serving_load_markdown,
+    "fusions": fusions_markdown,
     "kernels": inference_markdown,
     **{name: functools.partial(suite_markdown, suite) for name, suite in SUITES.items() if name != INFERENCE},
 }

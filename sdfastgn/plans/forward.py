@@ -442,7 +442,7 @@ class PlannedForward(MethodEntry):
 
     @without_collections()
     def _new_plans(self, module: nn.Module, code: int, call: Call, state: State, adapters: Adapters) -> Plans:
-        """What plans in this state of the code share. Raises Unsupported if there can be none."""
+        """Makes an empty ``Plans`` for this state of the code. Raises Unsupported if there can be none."""
         if adapters.reason is not None:
             raise Unsupported(adapters.reason)
         with self._lock:

@@ -48,7 +48,7 @@ class Output(NamedTuple):
     fields: dict[str, Any]
 
 
-# Classes of the marks that stand for one tensor or container.
+# Classes of *marks*: each stands for one tensor, list or dict of a later call.
 MARKS = (_Given, _Made, _Container)
 
 
@@ -117,7 +117,7 @@ class Outcome:
 
     @property
     def recorded(self) -> tuple[Any, Any, list[int], bool]:
-        """What ``finish`` has recorded: plain values, lists, tuples, dicts, marks and ``Output``."""
+        """What ``finish`` has recorded. It has no tensors: marks (``MARKS``) stand for them."""
         return self._result, self._changes, self._returned, self._returns_containers
 
     @classmethod
@@ -201,7 +201,7 @@ class Outcome:
 
 
 def _items_of(part: Any) -> Iterable[Any]:
-    """What is in a list, tuple, dict or output; nothing for marks and plain values."""
+    """The items of a list, tuple, dict or ``Output``. Other values, such as numbers, have none."""
     if type(part) is Output:
         return part.fields.values()
     if type(part) is dict:
@@ -218,9 +218,9 @@ def _given_in(part: Any) -> Iterator[int]:
 
 
 def _returned(part: Any, is_inside: bool = False) -> Iterator[int]:
-    """The places of the computed tensors in the result ``part``.
+    """The indices of the plan's tensors that a call's result ``part`` has.
 
-    Those in a dict inside of the result are left out: the model gets them back in its next call.
+    Those in a dict inside of the result are left out, because it is a cache for the model's next call.
     """
     if type(part) is _Made:
         yield part.place

@@ -12,7 +12,11 @@ from tests.coverage.run import run
 from tests.plugin import run_fused_on_cpu
 
 SECTIONS = (*stable_diffusion.SECTIONS, *relatives.SECTIONS, *networks.SECTIONS)
-_HEAD = """# Coverage
+_HEAD = """---
+search: {{ boost: 0.001 }}
+---
+
+# Coverage
 
 This page lists what `sdfastgn.optimize` does to pipelines and models of diffusers {version}. Each row
 is one pipeline or model. A test builds it with tiny random weights, and runs it three times: stock

@@ -59,8 +59,19 @@ REFERENCES = (("eager", True), ("eager", False))
 CLAIMS = (
     ("vae", "VAE decodes", ("eager", True), "diffusers' own code in a CUDA graph"),
     ("unet", "UNet steps", ("eager", True), "diffusers' own code in a CUDA graph"),
-    ("pipeline", "whole images", ("eager", False), "diffusers' own code without one"),
+    ("pipeline", "whole images", ("eager", False), "diffusers' own code without a CUDA graph"),
+    ("transformer", "transformer steps", ("eager", True), "diffusers' own code in a CUDA graph"),
 )
+# Columns of the front page's table of transformers: title -> (the times of others, of which the shortest
+# counts, and the variant of sdfastgn). A cell has how many times as fast the variant is.
+TRANSFORMER_CLAIMS: dict[str, tuple[_Choices, str]] = {
+    "over eager + graph": ((("eager", True),), "sdfastgn"),
+    "over torch.compile of repeated blocks": (
+        (("compile_blocks", False), ("compile_blocks", True)),
+        "sdfastgn",
+    ),
+    "in FP8, over eager + graph": ((("eager", True),), "sdfastgn_fp8"),
+}
 # Parts of a model, and dtype, of the measurements that the front page (README.md) shows.
 HEADLINE_PARTS = ("unet", "vae", "pipeline")
 HEADLINE_DTYPE = "fp16"
@@ -214,9 +225,28 @@ def headline_times(results: Path) -> Times:
     return _times([(line, _headline_rows(results, line)) for line in lines], HEADLINE)
 
 
+def _transformers(results: Path) -> list[_Line]:
+    return _lines(results, parts=("transformer",))
+
+
+def transformer_claims_markdown(results: Path) -> str:
+    """Returns the front page's table of transformers, with the columns ``TRANSFORMER_CLAIMS``."""
+    lines = _transformers(results)
+    body = []
+    for line in lines:
+        times = [
+            ([milliseconds(line.rows, one) for one in others], milliseconds(line.rows, (ours, False)))
+            for others, ours in TRANSFORMER_CLAIMS.values()
+        ]
+        best = [(min((time for time in found if time), default=None), ours) for found, ours in times]
+        cells = [speed_up(theirs, ours) if theirs and ours else NOTHING for theirs, ours in best]
+        body.append([row_title(line.first), *cells])
+    return _markdown(["times as fast as others", *TRANSFORMER_CLAIMS], body, [], lines)
+
+
 def transformer_times(results: Path) -> Times:
     """Returns the times of the table of transformers."""
-    lines = _lines(results, parts=("transformer",))
+    lines = _transformers(results)
     return _times([(line, {title: line.rows for title, _ in TRANSFORMERS}) for line in lines], TRANSFORMERS)
 
 
@@ -230,7 +260,7 @@ def _times(lines: Sequence[tuple[_Line, Mapping[str, Mapping[str, Row]]]], colum
 
 def transformers_markdown(results: Path) -> str:
     """Returns a table of the times of transformers, with speed-ups over eager's CUDA graph."""
-    lines = _lines(results, parts=("transformer",))
+    lines = _transformers(results)
     rows = [row for line in lines for row in line.rows.values()]
     body = [
         [row_title(line.first), *(_over_graph(line.rows, choices) for _, choices in TRANSFORMERS)]
@@ -250,7 +280,7 @@ def _over_graph(rows: Mapping[str, Row], choices: _Choices) -> str:
 
 def transformers_compared_markdown(results: Path) -> str:
     """Returns a table of what else the variants of ``transformers_markdown`` differ in."""
-    lines = _lines(results, parts=("transformer",))
+    lines = _transformers(results)
     ours = ("sdfastgn", "sdfastgn_fp8")
     return _peer_table(lines, ("compile_blocks",), TRANSFORMERS_COMPARED, ours)
 
@@ -279,16 +309,21 @@ def _headline_cell(title: str, rows: Mapping[str, Row], choices: _Choices) -> st
 
 
 def claims_markdown(results: Path) -> str:
-    """Returns a list with the smallest and the largest speed-up of each part in the front page's table."""
-    lines, claims = _headline(results), []
+    """Returns lists, one for each GPU, with the smallest and the largest speed-up of each part.
+
+    The parts are those of the front page's table, and transformers.
+    """
+    claims: dict[str, list[str]] = defaultdict(list)
     for part, name, reference, stock in CLAIMS:
-        rows = [line.rows for line in lines if line.first.part == part]
-        times = ((milliseconds(each, reference), milliseconds(each, ("sdfastgn", False))) for each in rows)
+        lines = _transformers(results) if part == "transformer" else _headline(results)
+        lines = [line for line in lines if line.first.part == part]
+        times = [(milliseconds(x.rows, reference), milliseconds(x.rows, ("sdfastgn", False))) for x in lines]
         if ratios := sorted(theirs / ours for theirs, ours in times if theirs and ours):
             ends = dict.fromkeys(f"{ratio:.1f}x" for ratio in (ratios[0], ratios[-1]))
-            claims.append(f"- {name}: {' to '.join(ends)} as fast as {stock}")
-    machines = dict.fromkeys(source.partition(",")[0] for line in lines for source in line.sources)
-    return "\n".join([f"Measured on {' and '.join(machines)}:\n", *claims]) if claims else NO_RESULTS
+            gpus = dict.fromkeys(source.partition(",")[0] for line in lines for source in line.sources)
+            claims[" and ".join(gpus)].append(f"- {name}: {' to '.join(ends)} as fast as {stock}")
+    lists = ["\n".join([f"Measured on {gpus}:\n", *found]) for gpus, found in claims.items()]
+    return "\n\n".join(lists) or NO_RESULTS
 
 
 def compared_markdown(results: Path) -> str:

@@ -22,7 +22,7 @@ from sdfastgn.patches.code.reading import Item, names_in
 
 MISSING: Any = object()
 
-# What a call of a module runs, whatever its code names.
+# Methods that run in each call of a module, although no code names them.
 _CALL = "__call__"
 _CALLS = frozenset((_CALL, "_wrapped_call_impl", "_call_impl", "forward"))
 # The packages whose code is read. Those of the classes in a model are added.

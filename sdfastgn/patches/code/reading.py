@@ -48,7 +48,8 @@ def names_in(code: types.CodeType) -> Names:
     attributes: set[str] = set()
     stored: set[str] = set()
     chain: tuple[Any, ...] = ()
-    key: tuple[Any, ...] = ()  # (the constant after ``chain``,), or nothing
+    # A tuple with the constant that the bytecode loads directly after ``chain``: it may be the key of a dict.
+    key: tuple[Any, ...] = ()
     for instruction in dis.get_instructions(code):
         op, value = instruction.opname, instruction.argval
         if op in _NAMES:

@@ -114,9 +114,9 @@ class CodeState:
 
     @contextmanager
     def undoing(self) -> Iterator[list[str]]:
-        """A context for a trace: what it changes in the containers is put back.
+        """A context for a trace. At its end, the known lists and dicts get their former items back.
 
-        The list that it yields then names these containers.
+        It yields a list, which then has the names of those that the trace had changed.
         """
         before = [(name, container, _items(container)) for name, container, _ in self._contents]
         changed: list[str] = []

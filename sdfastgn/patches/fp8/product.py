@@ -199,7 +199,10 @@ class Products:
             self._contents = Contents(sources, [False] * len(sources))
 
     def note_replay(self) -> None:
-        """Call this before a graph starts in the current stream, and ``has_same_contents`` after that."""
+        """Begin to compare the contents of weights. Call it before a CUDA graph starts in the current stream.
+
+        ``has_same_contents`` has the result, after the start.
+        """
         if self._contents is not None:
             self._contents.begin()
 
@@ -651,7 +654,10 @@ class ProductCall:
 
 
 def written(call: ProductCall | None, kernel: Callable[..., _Written]) -> _Written:
-    """``call.written(kernel)``. Without a product, the result of ``kernel`` in the model's dtype."""
+    """Runs ``kernel``, which writes in E4M3 what the product of ``call`` reads.
+
+    If ``call`` is None there is no such product, and the result has the model's dtype.
+    """
     return kernel(quantizer=None) if call is None else call.written(kernel)
 
 

@@ -1,7 +1,6 @@
-"""``nn.Sequential`` that runs pairs of its children together.
+"""``nn.Sequential``: a GroupNorm and the activation directly after it run as one kernel.
 
-A GroupNorm and the activation directly after it run as one kernel. With ``fold_batch_norm``, a BatchNorm2d in
-eval mode becomes part of the convolution directly before it.
+With ``fold_batch_norm``, a BatchNorm2d in eval mode becomes part of the convolution directly before it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stable Video Diffusion's ``TransformerSpatioTemporalModel``: blocks over pixels and blocks over frames.
+"""Stable Video Diffusion's ``TransformerSpatioTemporalModel``, without copies of the tokens.
 
 Before each block over frames, upstream copies the tokens so that the tokens of a pixel are neighbors, and
 afterwards it copies them back. Here all tokens stay in the order of the channels-last image, as in

@@ -1,4 +1,4 @@
-"""Stable Video Diffusion's residual blocks: ``TemporalResnetBlock`` and ``SpatioTemporalResBlock``.
+"""Stable Video Diffusion's residual blocks over time: fuses norms with activations, and the last sums.
 
 ``TemporalResnetBlock`` convolves 5-D tensors along time. Both norms are fused with their activations. The
 time embedding differs from frame to frame, so the norm's kernel cannot add it. One pass adds it together with

@@ -1,4 +1,4 @@
-"""diffusers' ``TransformerTemporalModel`` and AnimateDiff's motion modules: attention over frames.
+"""diffusers' ``TransformerTemporalModel`` and AnimateDiff's motion modules, without copies of the tokens.
 
 Upstream copies the image to (N, H, W, frames, C), so that the tokens of a pixel are neighbors. At the end it
 copies the result back, to a channels-first image. Here the tokens stay in the order of the channels-last

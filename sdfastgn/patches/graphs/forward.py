@@ -100,7 +100,7 @@ class Planner(NamedTuple):
     """Runs calls of a module by plans of its own code, where no fused blocks run.
 
     Attributes:
-        make: makes what runs the calls, of (the module, the name of the method, the states of its code).
+        make: function (module, name of the method, states of its code) -> a callable that runs the calls.
         is_always: True if the module has no fused blocks. False if plans run only while code is replaced that
             fused blocks would ignore.
         is_required: True if only plans become graphs, and only if Python takes longer than the GPU. False if
@@ -410,9 +410,9 @@ class GraphedForward(MethodEntry):
         return [self, *self._others.values()]
 
     def _check_code(self, as_stock: bool) -> None:
-        """Raise _CodeChanged if the code is not in the state in which this object serves calls.
+        """Raise _CodeChanged if other code has replaced functions since this call began, or put them back.
 
-        Also if this state has replaced code that was not known when the call began. ``as_stock``: if any was.
+        ``as_stock``: True if some code was replaced when the call began, so that it runs stock's code.
         """
         states, state = self._states, self._state
         change = "" if states.same(state) else states.change(state)

@@ -19,8 +19,8 @@ from sdfastgn.patches.swap.exclusive import call_entry
 from sdfastgn.patches.swap.fusion import stock_class
 
 # peft's names for the model's own layer inside a wrapper. All other children belong to the adapter.
-# ``base_layer``: the adapter adds its result to the layer's result.
-# ``original_module``: the adapter trains a copy of the whole layer.
+# ``base_layer`` is in wrappers that add the result of an adapter to the layer's result, such as LoRA's.
+# ``original_module`` is in wrappers that train a copy of the whole layer.
 WRAPPED = ("base_layer", "original_module")
 
 # The name of the classes by which diffusers and transformers give their models adapters.

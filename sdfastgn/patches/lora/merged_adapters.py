@@ -289,7 +289,7 @@ def _is_capturing(weight: Tensor) -> bool:
 def _group_of(layer: nn.Module, weight: Tensor) -> _Siblings:
     """The wrappers of the model of ``layer``, whose contents were compared in this call of the model."""
     group = _siblings.get(layer)
-    if group is None:  # ``layer`` is in a copy of the model that was adopted
+    if group is None:  # a deepcopy or pickle made ``layer``, and no call has surveyed the copy's adapters yet
         group = _siblings[layer] = _Siblings([layer])
     if group.calls.begins(layer) and not _is_capturing(weight):
         group.compare()

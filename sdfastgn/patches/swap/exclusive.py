@@ -38,7 +38,8 @@ _GATE = "_call_impl"
 # the locals of a frame a second time frees the values that the first reading returned. If one of them were a
 # tensor, freeing it could let other threads run in the middle of the search.
 _CALL = nn.Module.__call__.__code__
-# Flags of the code of functions that can be suspended. A suspended frame has no caller.
+# Flags of the code of generators and coroutines. While one of these waits, its frame has no caller, and a
+# search from caller to caller does not find it.
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 one_at_a_time = threading.RLock()  # held during a change of any model

@@ -36,7 +36,7 @@ _STEPS = {
     if isinstance(step, FunctionType) and step.__module__ == steps.__name__ and name[0] != "_"
 }
 _RECORDS = {kind.__name__: kind for kind in (steps.Group, steps.Channel, *MARKS)}
-# Words for values of PyTorch that have a name there.
+# Key in a file -> the type of a value that the file has as its name in ``torch``, such as "float16".
 _NAMED = {"dtype": torch.dtype, "format": torch.memory_format, "layout": torch.layout}
 
 

@@ -72,7 +72,10 @@ class _Model(Description):
 
 
 def _of_entry(about: _Model, owner: str, name: Any, value: Any) -> str:
-    """The text of a name that code reads, with no reference to others: their order differs by process."""
+    """The text of a name that code reads, and of its value.
+
+    It refers to no text of another name, because the order of names differs from process to process.
+    """
     own = _Model()
     own.note(owner)
     own.add(name)

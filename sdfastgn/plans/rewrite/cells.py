@@ -38,17 +38,19 @@ MOST = 512
 
 
 def gathered(x: Tensor, filters: Tensor, scale: float) -> Tensor:
-    """Sums of cells: channel i C + c has those of channel c of x, by ``scale * filters[i, c]``.
+    """Stands for a convolution whose windows do not overlap. Other rules replace it, and no plan runs it.
 
-    ``filters``: (r, C, *cell). No plan runs it.
+    Each window (cell) of channel c of x becomes one element of channel i C + c: the sum of the cell's
+    elements, each times its number in ``scale * filters[i, c]``. ``filters``: (r, C, *cell).
     """
     raise NotImplementedError
 
 
 def scattered(x: Tensor, filters: Tensor, scale: float) -> Tensor:
-    """Cells of channel c: the sum of channels i C + c of x, each times ``scale * filters[i, c]``.
+    """Stands for a transposed convolution whose windows do not overlap. Other rules replace it.
 
-    ``filters``: (r, C, *cell). No plan runs it.
+    Each element becomes a cell of channel c: the sum over i of the element in channel i C + c, times
+    ``scale * filters[i, c]``. ``filters``: (r, C, *cell).
     """
     raise NotImplementedError
 

@@ -76,9 +76,10 @@ def _rotated(r: Rewriter, n: Node) -> Node | None:
 
 
 def _tokens_first(r: Rewriter, n: Node, found: _Part) -> Node:
-    """``found``, whose value is n. If x is (B, H, S, D) by a view, it is computed as (B, S, H, D).
+    """The node that computes ``found``, which is what n computes.
 
-    So the heads of a token lie side by side, and so do those in the result of attention.
+    If x is a view (B, H, S, D) of a tensor (B, S, H, D), it is computed in the order of the tensor. Then the
+    heads of a token lie side by side, also in the result of attention.
     """
     is_swapped = has(found.x, steps.permute) and found.x.args[1] == _SWAP
     if is_swapped:

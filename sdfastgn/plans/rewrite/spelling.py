@@ -409,7 +409,7 @@ def _group_norm(
 
 @spells(operator.getitem)
 def _first_of_native_group_norm(r: Rewriter, n: Node, norm: Node, i: int) -> Node | None:
-    """GroupNorm with its mean and deviation, of which only the norm is read -> GroupNorm."""
+    """``native_group_norm`` also returns mean and deviation; if nobody reads these, it is a GroupNorm."""
     if i or not has(norm, aten.native_group_norm.default):
         return None
     x, w, b, _, _, _, groups, eps = arguments(norm)

@@ -133,9 +133,9 @@ def _gated(r: Rewriter, n: Node) -> Node | None:
 
 
 def _before_views(n: Node, root: Node) -> tuple[Any, list[Node]]:
-    """(the value before the views and casts that n ends with, the views). Casts are as in ``uncast``.
+    """(value, views): n is the value after these views, and after casts that ``uncast`` takes away.
 
-    Nobody else reads what comes after the value.
+    Nobody but n reads the results of the views and casts between.
     """
     views: list[Node] = []
     while is_only(n) and activation(n) is None:

@@ -92,7 +92,10 @@ class _Along(NamedTuple):
 
 
 def _along(r: Rewriter, n: Any, axis: int) -> _Along:
-    """``n`` as views of a value. Cuts and means of windows along ``axis`` move before the views."""
+    """``n`` as a value and the views that follow it.
+
+    A cut along ``axis``, or a mean of windows, is computed before the views instead of after them.
+    """
     if has(n, steps.cut, steps.mean_windows) and n.args[1] == axis:
         inner = _along(r, n.args[0], axis)
         if not inner.views:

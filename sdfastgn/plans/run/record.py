@@ -285,7 +285,7 @@ class _Recorder(TorchDispatchMode):
     def _note(
         self, kind: str, function: Any, args: Any, kwargs: Any, result: Any, written: Sequence[Tensor]
     ) -> None:
-        """Adds an action that has run."""
+        """Adds an op or a launch that has just run, with its arguments and results, to the record."""
         with_places = _mapped(args, self.place), _mapped(kwargs, self.place)
 
         def new(t: Any) -> Place | None:

@@ -47,7 +47,8 @@ class ModuleState:
         self.namespaces: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
         self.contents: dict[int, tuple[Any, Any]] = {}  # id of a container -> the container and a copy
         self.objects: set[int] = set()
-        self.changed: list[tuple[Any, str, bool]] = []  # (holder, attribute, if a tensor is kept there)
+        # What the call has changed: (object, name of the attribute, True if it now keeps a tensor there).
+        self.changed: list[tuple[Any, str, bool]] = []
         for module in model.modules():
             self._note_attributes(module, 0)
         self.random = _random_states()

@@ -30,7 +30,7 @@ from sdfastgn.plans.trace.traced import Traced, Untraceable
 
 aten = torch.ops.aten
 _Place = tuple[nn.Module, str, str]
-# Results and arguments of a call that are no tensors, and that a graph can return.
+# Types of what a call may return besides tensors.
 _CONSTANTS = (type(None), int, float, bool, str, torch.dtype, torch.device)
 
 

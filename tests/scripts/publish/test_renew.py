@@ -30,7 +30,8 @@ GPU = "NVIDIA H200"
 BY_HAND = {
     *("stable_fast", "comfyui", "comfyui_weights", "comfyui_vaes", "memory", "offloading", "serving_load"),
     *("fp8_times", "fp8_mlperf", "fp8_quality", "compiled_videos", "plans"),
-    *("transformers", "transformers_compared", "times_transformers.png"),
+    "fusions",  # of docstrings
+    *("transformer_claims", "transformers", "transformers_compared", "times_transformers.png"),
 }
 NAMES = [step.writes for step in STEPS]
 COMMIT = "0123456789abcdef"
