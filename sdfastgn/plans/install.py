@@ -35,8 +35,13 @@ from sdfastgn.plans.rewrite.e4m3 import FEWEST_COLUMNS
 
 # Fusions of layers that occur in models of all kinds. Any other fusion is one of blocks.
 _OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention", "conv_norm_out")
-# Fusions of blocks of UNets of videos. In models that are no UNets, plans are as fast.
-_OF_UNETS = ("temporal_resnet_block", "spatio_temporal_res_block")
+# Fusions of methods of whole autoencoders.
+_OF_AUTOENCODERS = ("tiled_decode", "decoder_slices")
+# Fusions of blocks of autoencoders, in which plans are as fast. UNets have them too.
+_IN_AUTOENCODERS = (
+    *_OF_AUTOENCODERS, "autoencoder_tiny", "resnet_block", "spatial_norm", "spatio_temporal_res_block",
+    "temporal_resnet_block", "upsample_2d",
+)  # fmt: skip
 # Keys in the ``__dict__`` of a module under which a ``PlannedForward`` may be.
 _PLACES = ("forward", "_old_forward")
 # Smallest share of a model's weights that must be in convolutions of images and videos, or in linear layers
@@ -165,22 +170,18 @@ def _is_called_each_step(root: nn.Module) -> bool:
 
 
 def _keeps_blocks(modules: Sequence[nn.Module], blocks: Sequence[patcher.Finding]) -> bool:
-    """True if a model of ``modules`` runs the fused ones of ``blocks``, and no plans."""
-    is_block = {finding.module for finding in blocks} == {modules[0]}
-    # For instance a decoder of videos that shares its blocks with a UNet.
-    is_outside = not numbers_of(modules[0]) and any(finding.fusion.name in _OF_UNETS for finding in blocks)
-    is_faster = is_outside or _is_autoencoder_of_images(modules)
-    return (is_block or not is_faster) and fused_blocks_pay(modules, blocks)
+    """True if a model of ``modules`` runs the fused ones of ``blocks``, and no plans.
 
-
-def _is_autoencoder_of_images(modules: Sequence[nn.Module]) -> bool:
-    """True if a model of ``modules`` computes images without a timestep.
-
-    It is as fast by plans as by fused blocks, and takes less memory and CPU time. Its trace takes a tenth of
-    a second. That of a UNet takes up to a second, which many sizes would not save.
+    Autoencoders run as plans. They are as fast, and take less memory and CPU time. Their trace takes a tenth
+    of a second. That of a UNet takes up to a second, for each size of images.
     """
-    is_of_images = all(isinstance(m, nn.Conv2d) for m in modules if isinstance(m, _ConvNd))
-    return is_of_images and not numbers_of(modules[0]) and is_convolutional(modules)
+    own = {finding.fusion.name for finding in blocks if finding.module is modules[0]}
+    is_autoencoder = (
+        own.issubset(_OF_AUTOENCODERS)
+        and all(finding.fusion.name in _IN_AUTOENCODERS for finding in blocks)
+        and not any(map(numbers_of, modules))
+    )
+    return not is_autoencoder and fused_blocks_pay(modules, blocks)
 
 
 def _has_most_weights(modules: Sequence[nn.Module], kinds: tuple[type[nn.Module], ...]) -> bool:
@@ -372,14 +373,18 @@ def inspect(root: nn.Module, prefix: str = "", kind: Kind | None = None) -> Iter
     ]
     for path, module in found:
         yield described(path, module, _planned(module))
+    is_on = bool(found)
     for path, module in outermost(root, prefix):
         for graphed in GraphedForward.of(module):
             planner = graphed.planner
+            is_on |= planner is not None and planner.is_always
             waiting = [None] if planner is not None and planner.is_required else []  # not called yet
             for planned in graphed.planned or waiting:
                 yield described(path, module, planned)
-    kind = kind or (None if found else kind_of_model(root))
-    if not found and kind is not None and kind.gets_plans:
+    if is_on:
+        return
+    kind = kind or kind_of_model(root)
+    if kind.gets_plans:
         reasons = {"it is compiled by torch.compile": 0} if is_compiled(root) else {}
         reason = kind.why_not
         yield Planned(prefix, type(root).__name__, False, own=reasons | ({reason: 0} if reason else {}))

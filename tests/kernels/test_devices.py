@@ -59,8 +59,10 @@ def nothing_runs(monkeypatch):
     monkeypatch.setattr(PlanCache, "__setitem__", lambda cache, key, plan: None)
     monkeypatch.setattr(PlanCache, "get", lambda cache, key, default=None: default, raising=False)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)  # which knows no such device
+    token = gpu.META_CAPABILITY.set((9, 0))
     with torch.device("meta"):
         yield
+    gpu.META_CAPABILITY.reset(token)
 
 
 @pytest.mark.drawn(4)

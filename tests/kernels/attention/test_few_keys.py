@@ -189,6 +189,6 @@ def test_on_the_device_meta_it_is_as_on_the_gpu_that_meta_stands_for(capability,
     q = torch.empty(1, 1, 64, 160, dtype=torch.float16, device="meta")
     token = gpu.META_CAPABILITY.set(capability)
     try:
-        assert short_attention.fits_heads(q, q, q) is expected
+        assert short_attention.fits_heads(q, q, q, 256, 256) is expected
     finally:
         gpu.META_CAPABILITY.reset(token)
