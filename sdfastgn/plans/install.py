@@ -35,13 +35,8 @@ from sdfastgn.plans.rewrite.e4m3 import FEWEST_COLUMNS
 
 # Fusions of layers that occur in models of all kinds. Any other fusion is one of blocks.
 _OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention", "conv_norm_out")
-# Fusions of methods of whole autoencoders.
-_OF_AUTOENCODERS = ("tiled_decode", "decoder_slices")
-# Fusions of blocks of autoencoders, in which plans are as fast. UNets have them too.
-_IN_AUTOENCODERS = (
-    *_OF_AUTOENCODERS, "autoencoder_tiny", "resnet_block", "spatial_norm", "spatio_temporal_res_block",
-    "temporal_resnet_block", "upsample_2d",
-)  # fmt: skip
+# Fusions of blocks of UNets of videos. In models that are no UNets, plans are as fast.
+_OF_UNETS = ("temporal_resnet_block", "spatio_temporal_res_block")
 # Keys in the ``__dict__`` of a module under which a ``PlannedForward`` may be.
 _PLACES = ("forward", "_old_forward")
 # Smallest share of a model's weights that must be in convolutions of images and videos, or in linear layers
@@ -116,7 +111,8 @@ def kind_of(modules: Sequence[nn.Module], findings: Iterable[patcher.Finding]) -
     """The ``Kind`` of a model. ``modules``: the model and all modules in it. ``findings``: those about it."""
     blocks = tuple(finding for finding in findings if finding.fusion.name not in _OF_LAYERS)
     is_transformer = _has_adaptive_norms(modules)
-    gains = (is_transformer or is_convolutional(modules)) and not _keeps_blocks(modules, blocks)
+    pays = fused_blocks_pay(modules, blocks) and not _is_outside_unets(modules[0], blocks)
+    gains = (is_transformer or is_convolutional(modules)) and not pays
     has_plans = _has_plans(modules[0])
     inside = in_blocks(modules) if is_transformer else ()
     weights = _weights((m for m in modules if m in inside), (nn.Linear,)).values()
@@ -169,19 +165,9 @@ def _is_called_each_step(root: nn.Module) -> bool:
     return bool(numbers_of(root) and convolutions) and is_of_images
 
 
-def _keeps_blocks(modules: Sequence[nn.Module], blocks: Sequence[patcher.Finding]) -> bool:
-    """True if a model of ``modules`` runs the fused ones of ``blocks``, and no plans.
-
-    Autoencoders run as plans. They are as fast, and take less memory and CPU time. Their trace takes a tenth
-    of a second. That of a UNet takes up to a second, for each size of images.
-    """
-    own = {finding.fusion.name for finding in blocks if finding.module is modules[0]}
-    is_autoencoder = (
-        own.issubset(_OF_AUTOENCODERS)
-        and all(finding.fusion.name in _IN_AUTOENCODERS for finding in blocks)
-        and not any(map(numbers_of, modules))
-    )
-    return not is_autoencoder and fused_blocks_pay(modules, blocks)
+def _is_outside_unets(root: nn.Module, blocks: Iterable[patcher.Finding]) -> bool:
+    """True if ``root`` has blocks of UNets of videos, and is no UNet, such as a decoder of videos."""
+    return not numbers_of(root) and any(finding.fusion.name in _OF_UNETS for finding in blocks)
 
 
 def _has_most_weights(modules: Sequence[nn.Module], kinds: tuple[type[nn.Module], ...]) -> bool:
@@ -329,7 +315,7 @@ def _set_planner(
         inner = [finding for finding in blocks if finding.module in own]
         is_planned = bool(inner) or is_convolutional(modules)
         maker = replace(maker, is_captured=True)
-        planner = Planner(maker, is_planned and not _keeps_blocks(modules, inner))
+        planner = Planner(maker, is_planned and not fused_blocks_pay(modules, inner))
     if planner != graphed.planner:
         graphed.clear()
         graphed.set_planner(planner)

@@ -183,6 +183,10 @@ def unknown_resnets(monkeypatch):
     monkeypatch.setattr(ResnetBlock2D, "forward", forward)
 
 
+def unknown_tiles(monkeypatch):
+    monkeypatch.setattr(tiled_decode, "unknown_source", lambda *sources: Untested("it is not known"))
+
+
 def autoencoder():
     sizes = {"block_out_channels": (8, 16), "norm_num_groups": 4, "latent_channels": 4}
     kinds = {"down": "DownEncoderBlock2D", "up": "UpDecoderBlock2D"}
@@ -205,3 +209,10 @@ def test_a_release_that_was_never_tested(monkeypatch, change):
     assert planned(model.decoder).calls == 3
     sdfastgn.restore(model)
     assert not any(isinstance(vars(m).get("forward"), PlannedForward) for m in model.modules())
+
+
+def test_unknown_code_without_convolutions_of_its_own_leaves_the_fused_blocks(monkeypatch):
+    model = autoencoder()
+    unknown_tiles(monkeypatch)
+    assert sdfastgn.report(model).skipped  # the whole autoencoder, for its tiled decode
+    assert not install.gets_plans(model)

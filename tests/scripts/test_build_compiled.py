@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 import zipfile
 from collections import Counter
@@ -125,7 +126,8 @@ def test_nothing_is_left_to_compile(tmp_path: Path) -> None:
     options = ("--output", str(output), "--model", "tiny", "--generation", generation)
     done = process(sys.executable, "-m", "scripts.build_compiled", *options)
     assert done.returncode == 0, done.stderr
-    paths = {"PYTHONPATH": f"{output}:{ROOT}", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    found = os.pathsep.join([str(output), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    paths = {"PYTHONPATH": found, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     done = process(sys.executable, "-c", COMPILES, **paths)
     assert done.returncode == 0, done.stderr
     misses, state, backend = json.loads(done.stdout)

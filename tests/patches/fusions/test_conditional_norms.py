@@ -80,7 +80,7 @@ def test_movq(launches):
     sizes = {"block_out_channels": (32, 32), "latent_channels": 4, "vq_embed_dim": 4, "norm_type": "spatial"}
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
     models = fused, stock = cases.random_twins(
-        VQModel(**sizes, **blocks, layers_per_block=1, num_vq_embeddings=16), cuda_graphs=False, plans=False
+        VQModel(**sizes, **blocks, layers_per_block=1, num_vq_embeddings=16), cuda_graphs=False
     )
     assert not sdfastgn.report(fused).skipped
     latents = image(1, 4, 4, 4)

@@ -84,9 +84,9 @@ def test_twice_is_once(build, call):
     module, before = stock_and_output(build, call)
     other = samples.randomize(build())
     stock, others = snapshot(module), snapshot(other)
-    sdfastgn.optimize(module, plans=False)
+    sdfastgn.optimize(module)
     once = snapshot(module)
-    sdfastgn.optimize(module, plans=False)
+    sdfastgn.optimize(module)
     assert snapshot(module) == once
     assert snapshot(other) == others  # another instance stays stock
     sdfastgn.restore(module)
