@@ -18,8 +18,7 @@ import torch
 
 from sdfastgn.kernels.common import archive
 from sdfastgn.kernels.common.archive import ArchiveError, Kernel
-from tests.command_line import ROOT
-from tests.processes import process
+from tests.processes import ROOT, process
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or not archive.can_record(),
