@@ -74,10 +74,7 @@ class PlannedUNetModel(UNetModel):
     ) -> Tensor:
         options = {} if transformer_options is None else transformer_options
         graphed = graphs.graphs_of(self)
-        reason = graphs.other_nodes(options)
-        if graphed is None or reason is not None:
-            if graphed is not None and reason is not None:
-                graphed.eager[reason] += 1
+        if graphed is None or graphs.has_other_nodes(options, graphed):
             return super()._forward(x, timesteps, context, y, control, options, **kwargs)
         token = _options.set(options)
         try:

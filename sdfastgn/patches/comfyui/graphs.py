@@ -36,7 +36,7 @@ from sdfastgn.patches.swap.tested_sources import tested
 
 # Names of the entries in ``transformer_options`` that ComfyUI's own sampling and a UNet's forward add. A call
 # with any other entry runs eagerly. Other nodes may put code into the entries ``patches`` and
-# ``patches_replace``, so ``other_nodes`` also looks into these two.
+# ``patches_replace``, so ``_other_nodes`` also looks into these two.
 HARMLESS = frozenset(
     (
         "activations_shape", "block", "block_index", "callbacks", "cond_or_uncond", "original_shape",
@@ -171,10 +171,7 @@ class FusedUNetModel(UNetModel):
     ) -> Tensor:
         options = {} if transformer_options is None else transformer_options
         graphed = _graphs.get(self)
-        reason = other_nodes(options)
-        if reason is not None:
-            if graphed is not None:
-                graphed.eager[reason] += 1
+        if has_other_nodes(options, graphed):
             # Other nodes' code may write into inference tensors. This is allowed in inference mode only, so
             # it stays on.
             return super()._forward(x, timesteps, context, y, control, options, **kwargs)
@@ -208,7 +205,15 @@ def _remove_used(unet: Any, control: dict[str, list[Any]]) -> None:
         del entries[max(0, len(entries) - count) :]
 
 
-def other_nodes(options: dict[str, Any]) -> str | None:
+def has_other_nodes(options: dict[str, Any], graphed: GraphedForward | None) -> bool:
+    """True if other nodes take part in a call. ``graphed`` then counts it as one without a graph."""
+    reason = _other_nodes(options)
+    if reason is not None and graphed is not None:
+        graphed.eager[reason] += 1
+    return reason is not None
+
+
+def _other_nodes(options: dict[str, Any]) -> str | None:
     """A sentence with the names of other nodes' entries in ``options``; None if there are none.
 
     ``options``: the ``transformer_options``.
