@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from sdfastgn.kernels.common.garbage import without_collections
 from sdfastgn.plans.disk import content, files
 from sdfastgn.plans.disk.key import key_of
 from sdfastgn.plans.guard import Guard
@@ -41,9 +40,8 @@ class Saved:
         if text is None:
             return None
         try:
-            with without_collections():
-                traced, graph, outcome = content.read(text, module, tensors)
-                return Plan(traced, graph, copy_of), outcome
+            traced, graph, outcome = content.read(text, module, tensors)
+            return Plan(traced, graph, copy_of), outcome
         except torch.OutOfMemoryError:
             raise
         except Exception:  # the text is no plan
