@@ -207,6 +207,7 @@ def test_a_release_that_was_never_tested(monkeypatch, change):
         for _ in range(3):
             agree(model.decode(z).sample, stock.decode(z).sample)
     assert planned(model.decoder).calls == 3
+    assert "would run as plans" not in str(sdfastgn.report(model))
     sdfastgn.restore(model)
     assert not any(isinstance(vars(m).get("forward"), PlannedForward) for m in model.modules())
 
