@@ -1,7 +1,7 @@
 """Leaves inference mode, in which ComfyUI runs everything.
 
 A tensor that is made in inference mode does not count the writes into it. Without this count, a norm cannot
-tell whether statistics that were stored for its input are still valid (``core/statistics.py``).
+tell whether statistics that were stored for its input are still valid (``layers/statistics.py``).
 """
 
 from __future__ import annotations

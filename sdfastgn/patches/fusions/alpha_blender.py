@@ -2,7 +2,7 @@
 
 The blocks of Stable Video Diffusion compute ``alpha * spatial + (1 - alpha) * temporal``, where alpha may
 differ from frame to frame. The fusions of these blocks compute the mix in one pass (``blend`` of
-``core/statistics.py``).
+``layers/statistics.py``).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The fused forward computes what ``AttnProcessor2_0`` does, with four differences.
 
 - Self-attention computes q, k and v in one matrix product; cross-attention computes k and v in one. The
-  parameters stay the same objects (``shared/packed_weights.py``).
+  parameters stay the same objects (``layers/packed_weights.py``).
 - Attention to the few keys of a prompt, and attention with the wide heads of a VAE, run in special kernels.
 - There is no division by ``rescale_output_factor`` if this factor is 1. Stock divides by 1 in a pass over the
   whole tensor.
@@ -18,7 +18,7 @@ diffusers' own forward runs for other processors (IP-Adapter, xformers, sliced a
 where no kernels run.
 The three layers are called one by one with gradients, under autocast, in traces, and if one of them has
 hooks, quantized weights or an adapter that is not merged. But frozen layers with LoRA adapters that are
-trained are one product and two small ones, also under autocast (``core/trained_adapters.py``).
+trained are one product and two small ones, also under autocast (``lora/trained_adapters.py``).
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class FusedAttention(Attention):
     def _train(self, x: Tensor, layers: list[Any]) -> Sequence[Tensor]:
         """Computes the results of linear ``layers``, which may have adapters, for x with gradients.
 
-        If possible, all layers are one matrix product (``core/trained_adapters.py``).
+        If possible, all layers are one matrix product (``lora/trained_adapters.py``).
         """
         sources = trained_sources(layers, x) if len(layers) > 1 else None
         if sources is not None:

@@ -121,7 +121,7 @@ class SubclassSwap:
     """
 
     name = "group_norm_subclass"
-    # ``sources`` is empty, because ``core/known_norms.py`` checks the code of these classes instead.
+    # ``sources`` is empty, because ``known_norms.py`` checks the code of these classes instead.
     sources: tuple[TestedSource, ...] = ()
 
     def claims(self, module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ autocast the layer and each A cast the input separately. Here the input is cast 
 with B adds to the layer's result in place.
 
 Layers that read the same input can run as one layer: one matrix product with their weights, which lie side by
-side in memory (``shared/packed_weights.py``), one with all A, and one with all B. All steps are PyTorch's
+side in memory (``layers/packed_weights.py``), one with all A, and one with all B. All steps are PyTorch's
 own, so autograd knows their derivatives.
 
 Numerics: scaled products with B are not rounded before they are added. peft rounds each product, its multiple
