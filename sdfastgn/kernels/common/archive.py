@@ -85,7 +85,7 @@ class Kernel(NamedTuple):
 
 
 class _Hashed(NamedTuple):
-    """Stands for an object of Triton's of which only the hash is known."""
+    """Takes the place of an object of Triton, and has only the object's hash."""
 
     value: str
 
@@ -271,7 +271,7 @@ def _source_hash() -> str:
 
 
 def _key_function() -> Any:
-    """Triton's function for the text of which a kernel's name is the hash. Raises ArchiveError without it."""
+    """Triton's function for the text whose hash is a kernel's name. Raises ArchiveError without it."""
     from triton.runtime import cache
 
     if not can_record():

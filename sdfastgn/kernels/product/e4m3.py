@@ -36,7 +36,7 @@ def row_scaled_product(
 
     Args:
         x, weight: as in ``scaled_product``.
-        scales: the scales of the rows of x, (rows,), and of those of weight, (columns,), fp32.
+        scales: fp32, one for each row of x, (rows,), and one for each row of weight, (columns,).
         bias: (columns,) in ``dtype``, or None.
         dtype: the dtype of the result. On a GPU it must be bf16: some releases of PyTorch compute no other.
 

@@ -349,10 +349,10 @@ def _ways(kind: _Kind) -> list[_Way]:
 def _ways_of_e4m3(kind: _Kind) -> list[_Way]:
     """``_ways_of`` for a product of E4M3 tensors.
 
-    To add a product to a tensor, PyTorch first rounds the product and then the sum, and an algorithm rounds
-    only the sum. With a scale for each row, PyTorch may have a kernel that is not in cuBLASLt. Their bits
-    differ. So the first algorithm whose result is near PyTorch's result decides which bits the other
-    algorithms must give.
+    An algorithm of cuBLASLt may give other bits than PyTorch, for two reasons. To add a product to a tensor,
+    PyTorch rounds the product and then the sum, and an algorithm rounds only the sum. With a scale for each
+    row, PyTorch may have a kernel of its own. So the first algorithm whose result is near PyTorch's decides
+    which bits the other algorithms must give.
     """
     shape, device = kind.shape, kind.device
     random = _random(kind)
