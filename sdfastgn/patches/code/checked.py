@@ -66,7 +66,7 @@ def check_calls(root: nn.Module, compared: Collection[nn.Module] = ()) -> None:
     These are the children of ``root``: an autoencoder's ``decode`` calls its decoder. Modules without fused
     parts are left as they are, except for a ``root`` that may get adapters. Idempotent.
 
-    ``compared``: modules whose calls compare their code already, also that of the modules in them.
+    ``compared``: modules whose calls already compare their own code and the code of the modules in them.
     """
     for module in () if root in compared else entrances(root):
         if call_entry(module) is not None or module in compared:

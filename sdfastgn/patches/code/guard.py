@@ -1,4 +1,4 @@
-"""Compares the code that a model depends on with what it was when it was read.
+"""Finds out whether the code that a model depends on has changed since it was read.
 
 The comparison asks whether each name still has the value that ``reach.py`` has found: functions, classes,
 modules, numbers and flags. It also looks into the functions, because ``f.__code__ = ...`` leaves

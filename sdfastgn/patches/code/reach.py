@@ -27,7 +27,7 @@ _CALL = "__call__"
 _CALLS = frozenset((_CALL, "_wrapped_call_impl", "_call_impl", "forward"))
 # The packages whose code is read. Those of the classes in a model are added.
 _READ = frozenset(("diffusers", "transformers", "peft", "accelerate", "comfy"))
-# The parts of PyTorch that are written in Python and compute. They are read too.
+# The parts of PyTorch whose Python code computes results. Their code is read too.
 _READ_OF_TORCH = ("torch.nn.modules.", "torch.nn.functional")
 # Code of these packages is not read, even if the model has classes of them, except ``_READ_OF_TORCH``.
 _NOT_READ = sys.stdlib_module_names | {"sdfastgn", "torch"}

@@ -32,7 +32,7 @@ class Names(NamedTuple):
 
     Attributes:
         chains: a global or a variable of a closure, and what is read from it, as in ``("F", "interpolate")``.
-        attributes: all names of attributes, of whatever object.
+        attributes: all names of attributes, of any object.
         stored: the globals and the variables of closures that it sets, such as counters.
     """
 

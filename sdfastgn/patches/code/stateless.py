@@ -116,7 +116,7 @@ class CodeState:
     def undoing(self) -> Iterator[list[str]]:
         """A context for a trace. At its end, the known lists and dicts get their former items back.
 
-        It yields a list, which then has the names of those that the trace had changed.
+        It yields a list. At the end, the names of the lists and dicts that the trace changed are put into it.
         """
         before = [(name, container, _items(container)) for name, container, _ in self._contents]
         changed: list[str] = []

@@ -110,7 +110,7 @@ class States:
         return self._states[index].replaced if index < len(self._states) else ["other code"]
 
     def entries(self, index: int) -> list[Entry]:
-        """All that code reads by name, in the state ``index``; empty for a state that is not kept."""
+        """An entry for each name that the code reads in the state ``index``. Empty if it is not kept."""
         return self._states[index].guard.entries if index < len(self._states) else []
 
     def change(self, index: int) -> str:

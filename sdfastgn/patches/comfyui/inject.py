@@ -89,7 +89,7 @@ def inject(
 ) -> None:
     """Fuse what can be fused in ``root``. If anything raises, ``root`` is restored first. Idempotent.
 
-    ``install``: called with a UNet of a class that can have graphs, and the mode of these.
+    ``install``: called with each UNet whose class can have graphs, and with the mode of its graphs.
     """
     if not has_blocks(root):
         return

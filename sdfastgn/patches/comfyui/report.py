@@ -124,7 +124,7 @@ def _why_not_faster(patcher: Any, root: nn.Module) -> str | None:
 
 
 def why_stock(patcher: Any, root: nn.Module) -> str | None:
-    """Why the whole model runs stock's code whatever it is made of; None if it need not."""
+    """Why the whole model runs stock's code, for a reason outside of it. None if there is no such reason."""
     if KEY not in patcher.injections:
         return "It does not come from a node of sdfastgn that optimizes"
     if not _has_gpu():

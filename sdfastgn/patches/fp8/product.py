@@ -132,7 +132,7 @@ class Products:
             self.quantizers = torch.zeros(len(products), NUMBERS, dtype=torch.float32, device=device)
             for i, product in enumerate(products):
                 product.begin(self, self.quantizers[i])
-                product.touch()  # this object does not know of which contents a former copy was made
+                product.touch()  # a former copy may have been made of other contents
 
     def offloading(self) -> str:
         """What moves the weights in each call. Empty if nothing does. Otherwise the copies are freed now."""
@@ -231,7 +231,7 @@ class Products:
         return self._compared
 
     def _sources(self, product: Product | None = None, weights: Sequence[Tensor] = ()) -> list[Tensor]:
-        """The weights of which other code may have changed the contents, as far as they are on the GPU.
+        """The weights on the GPU whose contents other code may have changed.
 
         ``weights``: those of ``product``, if it has not stored them yet.
         """

@@ -205,5 +205,5 @@ def _state_of(weight: Tensor) -> tuple[int, int]:
 
 
 def _compared(found: list[tuple[Copy, Tensor]]) -> list[Tensor]:
-    """The weights of which other code may have changed the contents."""
+    """The weights whose contents other code may have changed."""
     return [weight for _, weight in found if not is_merged_weight(weight)]

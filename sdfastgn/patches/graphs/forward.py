@@ -505,7 +505,7 @@ class GraphedForward(MethodEntry):
         raise Unsupported("first call of its kind")
 
     def _refusal(self, module: nn.Module) -> str | None:
-        """Why no call can run as a graph now, whatever its arguments are; None if calls can."""
+        """Why no call at all can run as a graph now. None if the arguments decide."""
         if self._states.are_too_many:
             return "other code replaces and puts back what it runs, in too many ways"
         return "they are turned off" if self.mode is False else self._reason_now(module)
@@ -538,7 +538,7 @@ class GraphedForward(MethodEntry):
         return self._policy.is_warm(key)
 
     def _knowing(self, current: _Current) -> Any:
-        """A context for calls with copies of the arguments. Their masks count as those of the call."""
+        """A context for calls with copies of the arguments. Their masks count as the call's."""
         return current.forward.knowing(current.call) if self._needs_plan else contextlib.nullcontext()
 
     def _make_room(self) -> None:

@@ -85,7 +85,7 @@ class Contents:
         return _places(tensors) == self._places
 
     def note(self, tensors: Sequence[Tensor]) -> None:
-        """Take the present contents as those with which later ones are compared. Waits for the GPU."""
+        """Record the present contents, with which later contents are compared. Waits for the GPU."""
         with torch.inference_mode(False), torch.no_grad():
             for part, own in self._with_tensors(tensors):
                 part.note(own)

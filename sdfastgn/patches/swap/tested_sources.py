@@ -179,7 +179,7 @@ def _is_upstreams(link: Any) -> bool:
 class Untested(str):
     """The reason to skip a module if a method of upstream has code that was never tested.
 
-    A class of its own, by which ``optimize`` finds these reasons among others. ``file``: the file of this
+    By this class ``optimize`` finds these reasons among others. ``file``: the file of this
     code, from the folder of the release, such as "comfy/ops.py".
     """
 
