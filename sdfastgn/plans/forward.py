@@ -65,14 +65,14 @@ from sdfastgn.plans.store import MAX_REASONS, Made, Plans
 from sdfastgn.plans.trace.refusals import is_tracing
 from sdfastgn.plans.trace.traced import Untraceable
 
-# A call is captured once the GPU was done before Python in so many calls of its kind in a row. Python may
-# take long in one call by chance, for instance because another thread runs.
+# A call is captured once the GPU was done before Python in this number of calls of its kind in a row. Python
+# may take long in one call by chance, for instance because another thread runs.
 _IDLE_CALLS = 2
 # A kind of call is traced again once after a trace that failed: the first call of some models makes
 # attributes or fills caches, and the trace of a later call succeeds.
 _TRACES = 2
-# Masks are asked what they hide when the same tensors were looked up so many times. A call of a module with
-# CUDA graphs looks once more.
+# What masks hide is computed when the same tensors were looked up this number of times. A call of a module
+# with CUDA graphs looks once more.
 _LOOKS = 2
 # What was found out about the masks of a call that is captured: (its plan with masks, the lengths).
 _known: ContextVar[tuple[Made, Lengths | None] | None] = ContextVar("sdfastgn_known", default=None)
@@ -373,7 +373,7 @@ class PlannedForward(MethodEntry):
     def _lengths_of(self, made: Made, call: Call, looks: int | None = None) -> Lengths | None:
         """What the masks of the call show. None if all are needed, or if other code captures the call.
 
-        ``looks``: as in ``Masks.lengths``; None for the number of looks after which masks are asked.
+        ``looks``: as in ``Masks.lengths``. None for the usual number (``_LOOKS``).
         """
         if made.masks is None:
             return None

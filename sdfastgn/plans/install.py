@@ -187,14 +187,14 @@ def _weights(modules: Iterable[nn.Module], kinds: tuple[type[nn.Module], ...]) -
 
 
 def _is_norm_without_parameters(module: nn.Module) -> bool:
-    """True if ``module`` may be a norm of whatever class: a leaf without parameters, but with an eps."""
+    """True if ``module`` may be a norm of any class: a leaf without parameters, but with an eps."""
     if not isinstance(vars(module).get("eps"), float):
         return False
     return not any(True for _ in module.children()) and not any(True for _ in module.parameters())
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """True if ``module`` may be a norm of whatever class: all its weights are of channels, or it has none."""
+    """True if ``module`` may be a norm of any class: all its weights are of channels, or it has none."""
     sizes = [(parameter.numel(), max(parameter.shape, default=0)) for parameter in module.parameters()]
     if not sizes:
         return _is_norm_without_parameters(module)

@@ -38,7 +38,7 @@ Lengths = tuple[tuple[int, ...] | None, ...]
 # If samples see different numbers of keys, attention runs once for each sample. With more samples than this,
 # the mask stays.
 _MOST_SAMPLES = 4
-# Number of contents of the masks that are remembered: for instance those of two prompts that take turns.
+# Number of contents of the masks that are remembered. For instance, two prompts may take turns.
 _MOST_CONTENTS = 8
 
 

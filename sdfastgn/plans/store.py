@@ -22,8 +22,8 @@ MAX_REASONS = 64
 # Number of kinds of calls in a row that are traced although no earlier plan was used again. A call with a
 # number that is always another one, such as a timestep, would otherwise be traced each time.
 _NEW_KINDS = 16
-# A plan that was used again within so many calls is not removed for another. With 17 sizes in rotation, each
-# call would otherwise be a trace.
+# A plan that was used again within this number of calls is not removed for another. Otherwise each call would
+# be a trace if 17 sizes take turns.
 _IN_USE = 128
 # Maximum number of plans without masks beside one with all masks. A model with two masks has at most 8.
 _MOST_UNMASKED = 8

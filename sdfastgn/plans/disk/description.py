@@ -38,7 +38,7 @@ _Cached = type(functools.cache(lambda: None))
 
 
 class Indescribable(Exception):  # noqa: N818  # no error for callers: the call is traced
-    """The object has content that no text can tell, such as that of a lock or an open file."""
+    """The object has content that no text can describe, such as the state of a lock or of an open file."""
 
 
 class Description:

@@ -246,7 +246,7 @@ def _norm_at(n: Node) -> _Norm | None:
         return _Norm(x, "layer", weight, bias, eps)
     if has(n, aten.rms_norm.default):
         x, axes, weight, eps = arguments(n)
-        # Releases of PyTorch differ in what eps is in 16 bits, if none is given.
+        # In 16 bits the default of eps differs between releases of PyTorch.
         return _Norm(x, "rms", weight, None, eps) if len(axes) == 1 and eps is not None else None
     found = mean_square_norm(n, rank(n) - 1)
     return None if found is None else _Norm(found[0], "rms", None, None, found[1])

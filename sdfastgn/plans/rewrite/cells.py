@@ -195,7 +195,7 @@ def without_unread_pad(r: Rewriter, n: Any) -> Node | None:
 
 
 def cells_of_cells(r: Rewriter, n: Any) -> Node | None:
-    """Sums of cells of sums of cells, or cells of sums of such cells: those of larger cells."""
+    """``gathered`` of ``gathered``, or ``scattered`` of ``scattered``: one of them, with larger cells."""
     before, filters, scale = n.args
     if not has(before, n.target) or not is_only(before):
         return None

@@ -118,9 +118,9 @@ def _joined(r: Rewriter, n: Node) -> Node | None:
 
 
 def _overwritten(r: Rewriter, n: Node) -> Node | None:
-    """Some tokens of heads x are overwritten by rotated ones -> ``join_heads`` of these and of x around them.
+    """Rotated tokens overwrite some tokens of heads x -> ``join_heads`` of them and of the rest of x.
 
-    New memory x is not read: it stays a step of its own, which is then written in place.
+    Nothing is joined if x is new memory: the tokens are then written into it in place.
     """
     x, part, dim, start, _, step = arguments(n)
     if has(x, *UNFILLED, aten.full.default, aten.slice_scatter.default) or step != 1 or start < 0:

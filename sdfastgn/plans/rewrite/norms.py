@@ -178,7 +178,7 @@ def _whole(n: Any, axis: int) -> Norm | None:
         return None
     x, axes, weight, eps = arguments(n)
     if eps is None and dtype(x) != torch.float32:
-        return None  # releases of PyTorch differ in what eps then is
+        return None  # the default of eps then differs between releases of PyTorch
     eps = torch.finfo(dtype(x)).eps if eps is None else eps
     return _of_mean(x, eps, axis)._replace(weight=weight) if len(axes) == 1 else None
 

@@ -61,7 +61,7 @@ PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
 def rewrite(graph: fx.Graph, in_e4m3: Collection[fx.Node] = ()) -> fx.Graph:
     """Replaces the ops of a traced graph by steps.
 
-    ``in_e4m3``: parameters of which large products are computed in E4M3. Raises Untraceable if a plan cannot
+    ``in_e4m3``: parameters. Their large products are computed in E4M3. Raises Untraceable if a plan cannot
     repeat an op.
     """
     for n in graph.nodes:

@@ -35,7 +35,7 @@ def upsampled(r: Rewriter, n: Any) -> Node | None:
 
 
 def _source(r: Rewriter, n: Any) -> tuple[Any, tuple[int, ...]]:
-    """The value of which elements are repeated in ``n``, and how often along each spatial axis."""
+    """The value whose elements ``n`` repeats, and how often it repeats them along each spatial axis."""
     times = [1] * (rank(n) - 2)
     while has(n, steps.reshape) and has(n.args[0], steps.expand):
         wide: Any = n.args[0]

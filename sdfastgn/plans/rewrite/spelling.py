@@ -260,7 +260,7 @@ def _upsample(r: Rewriter, n: Node, x: Node, size: Sequence[int], *scales: float
 
 @spells(aten.avg_pool1d.default, aten.avg_pool2d.default)
 def _average(r: Rewriter, n: Node, x: Node, size: Any, stride: Any, padding: Any, *more: Any) -> Node | None:
-    """Means of successive elements along one axis, of which some may be left over -> ``mean_windows``."""
+    """Means of successive elements along one axis, with or without a rest -> ``mean_windows``."""
     is_plain = dtype(x).is_floating_point and (len(more) < 3 or more[2] is None)  # no other divisor
     d = 1 if n.target is aten.avg_pool1d.default else 2
     axes = [rank(x) - d + i for i, length in enumerate(size) if length > 1] if len(size) == d else []

@@ -105,7 +105,7 @@ def channels_of_two(r: Rewriter, n: Any) -> Node | None:
 
 
 def known_statistics(r: Rewriter, n: Any) -> Node | None:
-    """A GroupNorm of what a step has just written: this step also computes the statistics."""
+    """A GroupNorm of a tensor that a step has just written: this step also computes the statistics."""
     x = n.args[0]
     if not _takes_statistics(n, x):
         return None

@@ -120,7 +120,7 @@ class Baked:
                 self._bound = self._bound._replace(run=None, addresses=[])
 
     def _why_not(self) -> str | None:
-        """The reason why this call must run the plan, whatever its arguments are."""
+        """Why any call must run the plan now. None if the arguments decide."""
         if self._failure is not None:
             return self._failure
         if product_op.is_choosing() or rehearsal.get() is not None:

@@ -14,7 +14,7 @@ from sdfastgn.kernels.common.private import schema_of
 def arguments(n: Node) -> list[Any]:
     """All arguments of the op that ``n`` calls, in the order of its schema. Missing ones are the defaults.
 
-    Those of a step, or of another function, are as they are.
+    The arguments of a step, or of another function, are returned as they are.
     """
     found = list(n.args)
     if not isinstance(n.target, OpOverload):

@@ -48,10 +48,10 @@ class Code(NamedTuple):
     device: torch.device | None
 
     def bound(self, fixed: Sequence[Tensor], aliases: Sequence[Tensor]) -> types.FunctionType | None:
-        """The function for these fixed operands, of which ``aliases`` are views without gradients.
+        """The function for these fixed operands. ``aliases``: views of them without gradients.
 
-        They must have the layouts of the recorded ones, and lie to each other as those did. None if operands
-        are not packed any more.
+        The operands must have the recorded layouts, and the recorded distances in memory from each other.
+        None if operands are not packed any more.
         """
         names = dict(self.names)
         for name, (row, own, place) in self.tensors.items():

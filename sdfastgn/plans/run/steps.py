@@ -272,7 +272,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def nested_filters(outer: Tensor, inner: Tensor) -> Tensor:
     """Filters of cells whose elements are cells themselves: (a, b C, *K) and (b, C, *k) -> (a b, C, *K k).
 
-    Filter i b + j of channel c is ``outer[i, j C + c]``, of which each element is times ``inner[j, c]``.
+    Filter i b + j of channel c is ``outer[i, j C + c]`` with a cell in the place of each element: the element
+    times ``inner[j, c]``.
     """
     a, (b, C, *small) = outer.shape[0], inner.shape
     split = [size for K in outer.shape[2:] for size in (K, 1)]
@@ -530,7 +531,7 @@ def frames(
 
 
 def _statistics_of(statistics: Any, samples: int, positions: int) -> Any:
-    """Statistics of samples, from those of their frames. None if the chunks of a frame differ in size."""
+    """Statistics of samples, from their frames' statistics. None if the chunks of a frame differ in size."""
     if statistics is None or statistics.shape[1] == samples:
         return statistics
     frames = statistics.shape[1] // samples
@@ -540,7 +541,7 @@ def _statistics_of(statistics: Any, samples: int, positions: int) -> Any:
 
 
 def _padded_statistics(statistics: Any, x: Tensor, front: int, back: int) -> Any:
-    """Statistics of x and of copies of its end frames, from those of its frames, or None as above."""
+    """Statistics of x with copies of its end frames around it, from its frames' statistics. None as above."""
     N, _, T, H, W = x.shape
     if statistics is None:
         statistics = statistics_op.channel_statistics(x.movedim(2, 1).flatten(0, 1))

@@ -36,7 +36,7 @@ _VALUES = {
 }
 # Attributes of these types hold no state of their own that a call would change.
 _STATELESS = (Tensor, nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
-# Containers in containers, and attributes of objects in attributes, are followed so deep.
+# Depth to which containers in containers, and attributes of objects in attributes, are followed.
 _DEPTH = 3
 
 
@@ -92,9 +92,9 @@ class ModuleState:
         return reasons
 
     def kept(self) -> dict[nn.Module, set[str]]:
-        """Module -> names of its attributes that the call has changed, and some of which keep a tensor.
+        """Module -> names of its attributes that the call has changed.
 
-        Empty if the call has changed other objects too.
+        Empty if none of these attributes keeps a tensor, or if the call has changed other objects too.
         """
         found: dict[nn.Module, set[str]] = {}
         if any(is_tensor for *_, is_tensor in self.changed):
@@ -184,7 +184,7 @@ def _holds_traced(value: Any, depth: int = 0) -> bool:
     return any(_holds_traced(item, depth + 1) for item in items)
 
 
-# ---- values of tensors that are not traced: ops see those of the others
+# ---- reads of tensors that are not traced. Reads of traced tensors are noticed as ops
 
 _READERS = ("numpy", "tolist", "__array__", "__dlpack__")
 _lock = threading.Lock()

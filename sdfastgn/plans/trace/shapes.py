@@ -1,7 +1,7 @@
 """Shapes, strides, dtypes and devices of the results of ops.
 
-They depend on the op, on the same of its tensors, on its numbers and on a few settings of PyTorch. So each
-such combination is asked of PyTorch once in a process.
+They depend on the op, on the shapes, strides, dtypes and devices of its tensors, on its numbers and on a few
+settings of PyTorch. PyTorch is asked once in a process for each such combination.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ _SAME_ON_META = {
     aten._unsafe_view.default,
     aten.group_norm.default,
 }
-# The strides of the results are guesses for ops of other packages, and for ops whose names begin so: they
-# depend on the backend, or fake tensors do not find those of every device. For the others they are certain.
+# The strides of the results are certain, except for ops of other packages, and for ops whose names begin with
+# one of these texts. Those strides are guesses: they depend on the backend, or fake tensors do not find the
+# strides of every device.
 _GUESSED = (
     "_fft_", "_linalg_", "adaptive_", "avg_pool", "batch_norm", "cudnn_batch_norm", "fft_", "grid_sampler",
     "index", "instance_norm", "linalg_", "max_pool", "miopen_batch_norm", "native_batch_norm",
     "reflection_pad", "replication_pad", "roll", "scaled_dot_product_attention", "upsample_",
 )  # fmt: skip
-# The result is contiguous, whatever the strides of the tensors are.
+# The results of these ops are contiguous for any strides of the tensors.
 _CONTIGUOUS = {
     aten.linear.default,
     aten.layer_norm.default,

@@ -58,7 +58,7 @@ class Memory:
 
     Attributes:
         is_guess: True if the strides may differ from those of the trace.
-        others: those of tensors that may lie in the same memory.
+        others: the ``Memory`` of each tensor that may lie in the same memory.
         is_written: True if a tensor with one of the others has been written.
     """
 

@@ -30,7 +30,7 @@ from sdfastgn.plans.trace.traced import Traced, Untraceable
 
 aten = torch.ops.aten
 _Place = tuple[nn.Module, str, str]
-# Types of what a call may return besides tensors.
+# Types that a call may return besides tensors.
 _CONSTANTS = (type(None), int, float, bool, str, torch.dtype, torch.device)
 
 
@@ -47,7 +47,7 @@ def trace(
     Tensors in ``args`` and ``kwargs`` are the graph's inputs. Other arguments are constants. The graph holds
     for tensors with the same shapes, strides, dtypes and devices that share no memory with each other.
 
-    ``strides_of``: gives the strides with which a parameter of a module counts; None for those that it has.
+    ``strides_of``: gives the strides that the trace assumes for a parameter of a module, or None for its own.
     They decide the strides of results, and so which results are views.
     ``beside``: modules that the call runs although ``model`` does not have them. Their parameters count as
     those of ``model``.
