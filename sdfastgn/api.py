@@ -589,7 +589,7 @@ def _warn_of_untested(call: str, found: list[patcher.Finding]) -> None:
     )
 
 
-# Maximum number of methods of diffusers that a warning names. A release seldom changes more of those that one
+# Maximum number of methods of diffusers that a warning names. A release seldom changes more methods that one
 # pipeline uses.
 _SHOWN_METHODS = 8
 

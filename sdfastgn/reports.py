@@ -311,7 +311,7 @@ def _fp8_paragraph(f: Fp8, max_paths: int) -> tuple[str, list[str]]:
 
 
 def _plans_paragraphs(plans: Iterable[Planned]) -> list[tuple[str, list[str]]]:
-    """One paragraph for all modules of which it says the same, such as blocks of a transformer."""
+    """One paragraph for all modules with the same text, such as blocks of a transformer."""
     same: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for each in plans:
         same.setdefault(_about_plans(each), []).append(each.path or each.kind)

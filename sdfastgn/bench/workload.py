@@ -298,7 +298,7 @@ class _Recorded(Exception):  # noqa: N818  # ends a call of a pipeline
 
 
 def build_saved_transformer(config: BenchConfig) -> Workload:
-    """The workload of a step of a saved pipeline's transformer: the first of a call of the pipeline."""
+    """A step of a saved pipeline's transformer: its first call in a call of the pipeline."""
     whole = build_transformer_pipeline(config)
     transformer, inputs = whole.target.transformer, {}
 

@@ -263,7 +263,7 @@ def preset_configs(name: str | None, **given: Any) -> list[BenchConfig]:
 
     ``given``: the options of the user; None for an option that was not given. They replace the preset's
     settings. If the user gives a model, only the preset's cases for this model are used. If there are none,
-    the preset's first case is used, with the user's model in the place of its own.
+    the preset's first case is used with the user's model.
 
     Raises OptionError also for an option that no config uses.
     """

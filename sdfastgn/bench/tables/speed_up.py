@@ -23,7 +23,7 @@ class SpeedUp:
             the variant, if both were measured.
         least, most: the lowest and the highest ratio that are possible if each of the two times is between
             its 10th and its 90th percentile.
-        drift: eager's larger median divided by the smaller one, of those before and after the variant.
+        drift: eager has a median before the variant and one after it: the larger divided by the smaller.
     """
 
     value: float
