@@ -57,7 +57,7 @@ IMAGES: dict[str, tuple[Size, ...]] = {
     "sdxl": ((1024, 1024), (896, 1152), (1152, 896), (832, 1216), (1216, 832)),
     "tiny": ((64, 64),),
 }
-# Models of which the autoencoder is compiled.
+# Models whose autoencoder is compiled.
 VIDEOS = tuple(name for name, parts in VIDEO_NETWORKS.items() if "vae" in parts)
 # Models that are compiled without --model.
 MODELS = ("sd15", "sdxl", "wan", "qwen_image", "hunyuan_video", "cogvideox", "svd")

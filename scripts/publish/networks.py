@@ -49,11 +49,11 @@ class Case:
 
 
 CASES: list[Case] = []
-# Encodes by autoencoders of which ``CASES`` has decodes. ``scripts.publish.real_sizes --encodes`` times them.
+# Encodes by autoencoders whose decodes are in ``CASES``. ``scripts.publish.real_sizes --encodes`` times them.
 # They are no part of ``make bench``, because its steps already take all of the time that it may take.
 ENCODES: list[Case] = []
 # Diffusion transformers. ``scripts.publish.plans`` times them. Each one is listed with all of its layers, and
-# with two, of which the errors against fp32 are measured.
+# with two layers: the errors against fp32 are measured with two.
 TRANSFORMERS: list[Case] = []
 
 

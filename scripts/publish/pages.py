@@ -121,7 +121,7 @@ def check_one_commit(results: Path) -> None:
 
 
 def filled(text: str, results: Path) -> str:
-    """Returns ``text`` with all its tables made anew from the JSON files in ``results``.
+    """Returns ``text`` with all its tables made again from the JSON files in ``results``.
 
     Raises ValueError if a mark names an unknown table, if the closing mark of a table is missing, or if
     results of a renewal do not belong together (see ``check_one_commit``).

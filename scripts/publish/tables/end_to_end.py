@@ -62,8 +62,8 @@ CLAIMS = (
     ("pipeline", "whole images", ("eager", False), "diffusers' own code without a CUDA graph"),
     ("transformer", "transformer steps", ("eager", True), "diffusers' own code in a CUDA graph"),
 )
-# Columns of the front page's table of transformers: title -> (the times of others, of which the shortest
-# counts, and the variant of sdfastgn). A cell has how many times as fast the variant is.
+# Columns of the front page's table of transformers: title -> (variants of others, and sdfastgn's
+# variant). Of the others' times, the shortest counts. A cell has how many times as fast the variant is.
 TRANSFORMER_CLAIMS: dict[str, tuple[_Choices, str]] = {
     "over eager + graph": ((("eager", True),), "sdfastgn"),
     "over torch.compile of repeated blocks": (
@@ -84,7 +84,7 @@ COMPARED: dict[str, Callable[[Row], str]] = {
     "PSNR dB": lambda row: number(row.psnr_db),
     "peak MiB": lambda row: number(row.peak_mib),
 }
-# Those of the table that compares variants of transformers.
+# Columns of the table that compares variants of transformers.
 TRANSFORMERS_COMPARED: dict[str, Callable[[Row], str]] = {
     "seconds until ready": COMPARED["seconds until ready"],
     "error against fp32": COMPARED["error against fp32"],
@@ -279,7 +279,7 @@ def _over_graph(rows: Mapping[str, Row], choices: _Choices) -> str:
 
 
 def transformers_compared_markdown(results: Path) -> str:
-    """Returns a table of what else the variants of ``transformers_markdown`` differ in."""
+    """Returns a table of further differences between the variants of ``transformers_markdown``."""
     lines = _transformers(results)
     ours = ("sdfastgn", "sdfastgn_fp8")
     return _peer_table(lines, ("compile_blocks",), TRANSFORMERS_COMPARED, ours)
