@@ -119,7 +119,7 @@ def in_function_mode() -> bool:
 
 
 def default_device() -> torch.device | None:
-    """PyTorch's default device inside a ``TorchFunctionMode``, as after ``set_default_device``; else None."""
+    """PyTorch's default device in a ``TorchFunctionMode``; ``set_default_device`` sets one. Else None."""
     return torch.get_default_device() if _in_any_function_mode() else None
 
 

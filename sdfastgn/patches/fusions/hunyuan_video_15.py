@@ -50,11 +50,11 @@ from sdfastgn.patches.swap.tested_sources import tested
 
 try:
     from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as _video
-except ImportError:  # a diffusers before HunyuanVideo 1.5
+except ImportError:  # a release of diffusers without HunyuanVideo 1.5
     _video = None
 try:
     from diffusers.models.autoencoders import autoencoder_kl_hunyuanimage_refiner as _refiner
-except ImportError:  # a diffusers before HunyuanImage's refiner
+except ImportError:  # a release without HunyuanImage's refiner
     _refiner = None
 
 

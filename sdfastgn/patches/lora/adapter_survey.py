@@ -176,7 +176,7 @@ class Survey:
     def has_same_contents(self) -> bool:
         """True if the contents of all tensors are as in the last refresh. Else merged weights are outdated.
 
-        Waits until the work before the last ``has_same_settings`` is done, but not for later work.
+        Waits for the GPU's work from before the last ``has_same_settings``, but not for later work.
         """
         if self._contents is None or self._contents.looked_same():
             return True
