@@ -122,7 +122,7 @@ PLANNED = ClassSwap("comfyui_planned_unet", UNetModel, PlannedUNetModel, check=_
 
 
 def untested_in(root: nn.Module) -> list[Untested]:
-    """Which code of ``root`` was never tested, if ``root`` is a ``UNetModel`` that gets plans for that."""
+    """The untested code because of which ``root``, a ``UNetModel``, gets plans. Empty if it gets none."""
     if stock_class(root) is not UNetModel or PLANNED.reason_to_skip(root) is not None:
         return []
     own = unknown_source(*graphs.UNET.sources)

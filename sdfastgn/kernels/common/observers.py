@@ -26,8 +26,8 @@ observers: dict[int, Observer] = {}
 def observed_by(observer: Observer) -> Iterator[None]:
     """A context in which ``observer`` runs the launches of this thread.
 
-    Kernels launch directly inside it, as if no ``TorchDispatchMode`` was active, if the only active mode is
-    the observer's own.
+    The observer may have a ``TorchDispatchMode`` of its own. If no other mode is active, kernels launch
+    directly, as they do without a mode.
     """
     thread = threading.get_ident()
     observers[thread] = observer

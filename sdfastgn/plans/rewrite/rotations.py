@@ -42,9 +42,9 @@ _LAST_OPS = (steps.cast, aten.add.Tensor, aten.view_as_real.default, aten.slice_
 
 
 class _Rotation(NamedTuple):
-    """``x``: reshaped or widened, what is rotated. ``sin`` is None if ``cos`` is complex.
+    """A rotation of pairs of elements of ``x``, which may be reshaped or widened before.
 
-    ``halves``: True if a pair has an element of each half of a row.
+    ``sin`` is None if ``cos`` is complex. ``halves``: True if the elements of a pair are half a row apart.
     """
 
     x: Node
