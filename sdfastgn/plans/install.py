@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,9 +41,14 @@ _OF_UNETS = ("temporal_resnet_block", "spatio_temporal_res_block")
 # Keys in the ``__dict__`` of a module under which a ``PlannedForward`` may be.
 _PLACES = ("forward", "_old_forward")
 # Smallest share of a model's weights that must be in convolutions of images and videos, or in linear layers
-# of a transformer with adaptive norms. Kernels exist for what surrounds these. A model of other layers gains
+# of a transformer. Kernels exist for what surrounds these. A model of other layers gains
 # too little to pay for a trace.
 _SHARE = 0.5
+# Most weights in convolutions other than those that cut an image or video into patches, for each weight in
+# linear layers, of a transformer that takes the time of the noise. Others have none.
+_MIXING = 0.1
+# Names of the argument by which models get the time of the noise.
+_TIMES = frozenset(("timestep", "timesteps", "t"))
 # Largest share of the weights of convolutions that may be in blocks whose code was never tested. With more,
 # the whole model runs as plans, which are about as fast as fused blocks.
 _UNKNOWN = 0.1
@@ -88,8 +94,9 @@ class Kind:
             kinds.
         gains: True if kernels exist for its norms, and its fused blocks are not faster than plans.
         has_plans: True if it has plans now.
-        is_transformer: True if it has norms without parameters, which its code modulates. Its only
-            convolutions cut an image or video into patches, and no graphs are made of its own code.
+        is_transformer: True if most of its weights are in linear layers, and it takes the time of the noise,
+            or has norms without parameters, which its code modulates. Nearly all its convolutions cut an
+            image or video into patches, and no graphs are made of its own code.
         in_rows: the weights of linear layers that its plans may read in E4M3. Empty if it is no transformer.
         why_not: why it gets no plans, even if ``gains`` is True; else None.
     """
@@ -110,7 +117,7 @@ class Kind:
 def kind_of(modules: Sequence[nn.Module], findings: Iterable[patcher.Finding]) -> Kind:
     """The ``Kind`` of a model. ``modules``: the model and all modules in it. ``findings``: those about it."""
     blocks = tuple(finding for finding in findings if finding.fusion.name not in _OF_LAYERS)
-    is_transformer = _has_adaptive_norms(modules)
+    is_transformer = _is_transformer(modules)
     pays = fused_blocks_pay(modules, blocks) and not _is_outside_unets(modules[0], blocks)
     gains = (is_transformer or is_convolutional(modules)) and not pays
     has_plans = _has_plans(modules[0])
@@ -146,13 +153,21 @@ def is_convolutional(modules: Sequence[nn.Module]) -> bool:
     return _has_most_weights(modules, CONVOLUTIONS) and any(map(_is_norm, reversed(modules)))
 
 
-def _has_adaptive_norms(modules: Sequence[nn.Module]) -> bool:
-    return (
-        any(map(_is_norm_without_parameters, modules))
-        and _has_most_weights(modules, (nn.Linear,))
-        and not any(map(is_graphable, modules))
-        and all(m.kernel_size == m.stride for m in modules if isinstance(m, _ConvNd))
-    )
+def _is_transformer(modules: Sequence[nn.Module]) -> bool:
+    """See ``Kind.is_transformer``. Norms of other transformers, such as text encoders, have parameters."""
+    takes_time = _takes_time(modules[0])
+    if not (takes_time or any(map(_is_norm_without_parameters, modules))):
+        return False
+    if any(map(is_graphable, modules)) or not _has_most_weights(modules, (nn.Linear,)):
+        return False
+    linear, convolutions = (_weights(modules, (kind,)).items() for kind in (nn.Linear, _ConvNd))
+    mixing = sum(weight.numel() for m, weight in convolutions if m.kernel_size != m.stride)
+    return mixing <= (_MIXING if takes_time else 0) * sum(weight.numel() for _, weight in linear)
+
+
+def _takes_time(root: nn.Module) -> bool:
+    """True if calls of ``root`` are steps of an image or video: they take a time of the noise."""
+    return not _TIMES.isdisjoint(signature(type(root).forward).parameters)
 
 
 def _is_called_each_step(root: nn.Module) -> bool:

@@ -14,9 +14,8 @@ IN_PARTS = {
     "HunyuanImage": VALUE,
     "Mochi": VALUE,
 }
-# Beginnings of rows whose transformer has no plans. The norms of CogVideoX and EasyAnimate have parameters.
-# PixArt and Sana have fused attention, and graphs without plans.
-WITHOUT = ("CogVideoX", "EasyAnimate", "PixArt", "Sana")
+# Beginnings of rows whose transformer has no plans, but fused attention, and graphs without plans.
+WITHOUT = ("PixArt", "Sana")
 
 
 def check_report(name, pipe, report):

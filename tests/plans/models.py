@@ -877,6 +877,53 @@ calls(
     },
 )
 calls(
+    "CogVideoXTransformer3DModel",
+    {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "in_channels": 4,
+        "out_channels": 4,
+        "time_embed_dim": 8,
+        "text_embed_dim": 24,
+        "num_layers": 2,
+        "sample_width": 6,
+        "sample_height": 4,
+        "sample_frames": 9,
+        "max_text_seq_length": 5,
+        "use_rotary_positional_embeddings": True,
+    },
+    forward={
+        "hidden_states": (2, 3, 4, 4, 6),
+        "encoder_hidden_states": (2, 5, 24),
+        "timestep": torch.tensor([7.0, 7.0]),
+        "image_rotary_emb": ((18, 16), (18, 16)),
+    },
+)
+calls(
+    "Krea2Transformer2DModel",
+    {
+        "in_channels": 16,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "timestep_embed_dim": 12,
+        "text_hidden_dim": 20,
+        "num_text_layers": 3,
+        "text_num_attention_heads": 2,
+        "text_num_key_value_heads": 2,
+        "text_intermediate_size": 24,
+        "axes_dims_rope": (8, 4, 4),
+    },
+    forward={
+        "hidden_states": (2, 6, 16),
+        "encoder_hidden_states": (2, 5, 3, 20),
+        "timestep": torch.tensor([0.5, 0.5]),
+        "position_ids": torch.cartesian_prod(*map(torch.arange, (1, 1, 11))).float(),
+    },
+)
+calls(
     "CosmosTransformer3DModel",
     {
         "in_channels": 4,

@@ -33,6 +33,7 @@ PLANNED = [
     *("SD3Transformer2DModel", "QwenImageTransformer2DModel", "ZImageTransformer2DModel"),
     *("LTXVideoTransformer3DModel", "WanTransformer3DModel", "HunyuanVideoTransformer3DModel"),
     *("CogView4Transformer2DModel", "CosmosTransformer3DModel"),
+    *("CogVideoXTransformer3DModel", "Krea2Transformer2DModel"),  # their norms have parameters
 ]
 # Steps that some of them must have, by model.
 STEPS = {
@@ -43,6 +44,7 @@ STEPS = {
     "WanTransformer3DModel": {"rotate": 4},
     "CogView4Transformer2DModel": {"join_heads": 4},
     "CosmosTransformer3DModel": {"rotate": 8},
+    "CogVideoXTransformer3DModel": {"ada_norm": 10},
 }
 
 
@@ -159,16 +161,29 @@ def test_text_encoders_stay_as_they_are():
     assert not gets_plans(t5)
 
 
-@pytest.mark.parametrize("kind", ["a convolution that is no patch", "norms with parameters", "few products"])
-def test_other_models_get_none(kind):
-    norm = nn.LayerNorm(8, elementwise_affine=kind == "norms with parameters")
-    model = nn.Sequential(nn.Conv2d(3, 8, 2, stride=2), norm, nn.Linear(8, 64))
-    assert gets_plans(model) == (kind != "norms with parameters")
-    if kind == "a convolution that is no patch":
-        model.append(nn.Conv2d(4, 1, 3))
-    elif kind == "few products":
-        model.append(nn.Embedding(100, 8))
-    assert not gets_plans(model)
+class Step(nn.Sequential):
+    """A step of an image."""
+
+    def forward(self, x, timestep):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("of", [nn.Sequential, Step])
+@pytest.mark.parametrize("has_parameters", [False, True])
+@pytest.mark.parametrize(
+    ("more", "stays"),  # None: it stays one if it takes a time
+    [
+        (nn.Conv2d(3, 1, 3), None),  # 27 weights beside 512
+        (nn.Conv2d(4, 4, 3), False),
+        (nn.Embedding(100, 8), False),
+    ],
+)
+def test_what_a_transformer_is(of, has_parameters, more, stays):
+    norm = nn.LayerNorm(8, elementwise_affine=has_parameters)
+    model = of(nn.Conv2d(3, 8, 2, stride=2), norm, nn.Linear(8, 64))
+    is_one = of is Step or not has_parameters
+    assert gets_plans(model) is is_one
+    assert gets_plans(model.append(more)) is (of is Step if stays is None else stays)
 
 
 def autoencoder():

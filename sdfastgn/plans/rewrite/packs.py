@@ -24,7 +24,8 @@ def packs(graph: fx.Graph) -> fx.Graph:
             x, _, bias = n.args
             groups.setdefault((x, bias is None, dtype(n)), []).append(n)
     r = Rewriter(graph)
-    for (x, has_no_bias, _), products in groups.items():
+    for (_, has_no_bias, _), products in groups.items():
+        x = products[0].args[0]  # of an earlier group's product, its item by now
         weights = tuple(n.args[1] for n in products)
         if len(set(weights)) < max(2, len(weights)):  # one weight cannot lie beside itself
             continue

@@ -184,12 +184,12 @@ def _holds_traced(value: Any, depth: int = 0) -> bool:
     return any(_holds_traced(item, depth + 1) for item in items)
 
 
-# ---- reads of tensors that are not traced. Reads of traced tensors are noticed as ops
+# ---- what all threads share: methods that read tensors without an op, and torch.compile
 
 _READERS = ("numpy", "tolist", "__array__", "__dlpack__")
 _lock = threading.Lock()
 _traces = 0
-_replaced: dict[str, Any] = {}  # name -> the class's own function, or None if it inherits one
+_changes = contextlib.ExitStack()
 
 
 def _refusing(name: str, function: Any) -> Any:
@@ -211,24 +211,57 @@ _DATA = property(lambda self: Tensor.__base__.data.__get__(self), _set_data)  # 
 
 
 @contextlib.contextmanager
-def without_reading() -> Iterator[None]:
+def _refusing_readers() -> Iterator[None]:
     """In threads that trace, tensors refuse methods that read values. The other threads notice nothing."""
+    refusing = {name: _refusing(name, getattr(Tensor, name)) for name in _READERS}
+    own = {name: Tensor.__dict__.get(name) for name in (*refusing, "data")}
+    for name, instead in (*refusing.items(), ("data", _DATA)):
+        setattr(Tensor, name, instead)
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            delattr(Tensor, name) if function is None else setattr(Tensor, name, function)
+
+
+@contextlib.contextmanager
+def _without_compilation() -> Iterator[None]:
+    """Functions that are compiled by torch.compile run as they are written, in all threads.
+
+    Dynamo never compiles a function again that it has met once in a dispatch mode such as a trace.
+    """
+    if "torch._dynamo" in sys.modules:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+        return
+    try:
+        yield
+    finally:
+        if "torch._dynamo" in sys.modules:  # the call has imported it, and nothing else is compiled yet
+            torch.compiler.reset()
+
+
+@contextlib.contextmanager
+def shared_state() -> Iterator[None]:
+    """Changes what all threads share, while one of them traces.
+
+    Raises RuntimeError in a call of a function that torch.compile is about to compile.
+    """
     global _traces
     with _lock:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_without_compilation())
+            if not _traces:
+                stack.enter_context(_refusing_readers())
+                _changes.push(stack.pop_all())
         _traces += 1
-        if _traces == 1:
-            refusing = {name: _refusing(name, getattr(Tensor, name)) for name in _READERS}
-            for name, instead in (*refusing.items(), ("data", _DATA)):
-                _replaced[name] = Tensor.__dict__.get(name)
-                setattr(Tensor, name, instead)
     try:
         yield
     finally:
         with _lock:
             _traces -= 1
             if not _traces:
-                for name, own in _replaced.items():
-                    delattr(Tensor, name) if own is None else setattr(Tensor, name, own)
+                _changes.close()
 
 
 # ---- settings

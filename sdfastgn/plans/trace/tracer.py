@@ -17,11 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sdfastgn.kernels.common import private
 from sdfastgn.kernels.common.garbage import without_collections
 from sdfastgn.plans.trace import writes
-from sdfastgn.plans.trace.python_state import (
-    ModuleState,
-    without_autocast_cache,
-    without_reading,
-)
+from sdfastgn.plans.trace.python_state import ModuleState, shared_state, without_autocast_cache
 from sdfastgn.plans.trace.refusals import DRAWN, is_random, is_tracing, noted, reason_of, refuse
 from sdfastgn.plans.trace.shapes import Inference, is_guess, surroundings
 from sdfastgn.plans.trace.survivors import kept
@@ -130,7 +126,7 @@ class Tracer(TorchDispatchMode):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = [self.add_input(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(given, spec)
-        with torch.no_grad(), without_autocast_cache(), without_reading(), private.below_autograd(), self:
+        with torch.no_grad(), without_autocast_cache(), shared_state(), private.below_autograd(), self:
             out = call(*args, **kwargs)
         results, out_spec = pytree.tree_flatten(out)
         nodes = [self.result(r) for r in results]

@@ -33,6 +33,18 @@ def test_groups_with_and_without_bias():
     assert sorted(len(n.args[2]) for n in plan.graph.nodes if "linears" in str(n.target)) == [0, 2]
 
 
+def test_products_of_such_a_product():
+    """Keys and values of a product that itself runs beside another one, two times."""
+    of_a, more_of_a = torch.randn(4, 6), torch.randn(6, 6)
+
+    def call(x):
+        y, z = F.linear(x, A), F.linear(x, B)
+        v, w = F.linear(y, of_a), F.linear(y, more_of_a)
+        return z, v, F.linear(w, of_a, b), F.linear(w, more_of_a, a)
+
+    assert steps_of(call, x) == ["linears"] * 3
+
+
 @pytest.mark.parametrize(
     "call",
     [

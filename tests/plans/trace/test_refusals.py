@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from sdfastgn.plans.trace.refusals import is_tracing
 from sdfastgn.plans.trace.traced import Untraceable
@@ -318,3 +319,55 @@ def test_parameters_take_no_memory_from_a_trace(name):
     net.weight.data = before * 2
     assert torch.equal(net.weight, before * 2)
     assert "data" not in vars(torch.Tensor)
+
+
+# ---- torch.compile
+
+
+def compiled():
+    """A compiled function, and the number of times that it was compiled."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    return torch.compile(lambda x: torch.sin(x) * 2, backend=backend), lambda: len(graphs)
+
+
+def test_a_function_is_compiled_after_a_trace_that_met_it_first():
+    function, times = compiled()
+    x = torch.randn(3, 4)
+    traced = trace(nn.Identity(), function, x)
+    assert times() == 0
+    torch.testing.assert_close(run(traced, x), function(x))
+    assert times() == 1
+
+
+def test_attention_that_compiles_itself_runs_after_a_refused_trace():
+    x = torch.randn(1, 2, 16, 16)
+    with pytest.raises(Untraceable):
+        trace(nn.Identity(), flex_attention, x, x, x)
+    with torch.no_grad():
+        torch.testing.assert_close(flex_attention(x, x, x), F.scaled_dot_product_attention(x, x, x))
+
+
+def test_no_trace_in_a_compiled_function():
+    reasons = []
+
+    @torch.compiler.disable(recursive=False)
+    def traced(x):
+        with pytest.raises(Untraceable) as error:
+            trace(nn.Identity(), torch.sin, x)
+        reasons.append(str(error.value))
+        return x
+
+    def call(x):
+        torch._dynamo.graph_break()
+        return traced(x + 1) * 2
+
+    torch.compile(call, backend="eager")(torch.randn(3))
+    assert reasons
+    function, times = compiled()
+    function(torch.randn(3))
+    assert times() == 1
