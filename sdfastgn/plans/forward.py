@@ -38,7 +38,7 @@ from sdfastgn.patches.graphs.lora_scale import LoraScale
 from sdfastgn.patches.graphs.models import numbers_of, reason_without_graphs, switched
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
 from sdfastgn.patches.layout import channels_last
-from sdfastgn.patches.lora.merged_adapters import factor_now, scaled
+from sdfastgn.patches.lora.merging import factor_now, scaled
 from sdfastgn.patches.swap.class_forward import MethodEntry, class_forward
 from sdfastgn.plans.adapters import Adapters, Unmerged
 from sdfastgn.plans.disk.saved import Saved

@@ -1,7 +1,7 @@
 """Finds layers with an adapter, such as a LoRA, and says why some of them run stock's code.
 
 peft replaces a layer of the model by a wrapper, which has the layer as its child. Wrappers of LoRAs run with
-merged weights (``merged_adapters.py``) where that is possible. Fusions call any other wrapper as stock's code
+merged weights (``merging.py``) where that is possible. Fusions call any other wrapper as stock's code
 does: the wrapper runs the layer and the adapter's small layers, and adds the results. peft is not imported
 here: a wrapper is recognized by the names of its children. Other code may use these names for modules without
 an adapter. So the report and ``strict=True`` name a wrapper only if its class is also based on one of peft.
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from sdfastgn.patches.lora.merged_adapters import has_new, is_allowed, waits, why_not
+from sdfastgn.patches.lora.merging import has_new, is_allowed, waits, why_not
 from sdfastgn.patches.swap.exclusive import call_entry
 from sdfastgn.patches.swap.fusion import stock_class
 

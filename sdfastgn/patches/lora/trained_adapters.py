@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.lora.adapter_sources import Source, source_of
+from sdfastgn.patches.lora.sources import Source, source_of
 from sdfastgn.patches.lora.wrappers import is_wrapper
 from sdfastgn.patches.swap.fusion import is_unhooked, parameters_of
 
