@@ -119,13 +119,10 @@ class Record:
         ``written``: (handle of the stream that writes the weights, event after this write).
         """
         tensors = source.tensors
-        key = source.key(tensors)
+        key, kept = source.key(tensors), (self.tensors, self._storages)
         if self._places != key[:2] or any(map(is_expired, map(expiring, self._storages))):
-            self._places = key[:2]
-            self.tensors = tensors  # keeps the tensors alive, so that no other tensor gets their ids
-            self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
-        self.written = written
-        self.key = key
+            kept = tensors, [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        self.note_prepared(key, kept, written)
 
     def note_prepared(
         self, key: tuple[Any, ...], kept: Any, written: tuple[int, torch.cuda.Event | None]
@@ -140,7 +137,7 @@ class Record:
             written: the same as for ``note``.
         """
         self._places, self.written = key[:2], written
-        self.tensors, self._storages = kept
+        self.tensors, self._storages = kept  # alive, so that no other tensor gets their ids
         self.key = key
 
     def touch(self) -> None:
