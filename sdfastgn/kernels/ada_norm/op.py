@@ -84,34 +84,25 @@ class AdaNormCall(NamedTuple):
     in_e4m3: bool
 
 
-def reference_ada_norm(
-    x: Tensor,
-    branch: Tensor | None = None,
-    gate: Tensor | None = None,
-    branch_norm: Norm | None = None,
-    norm: Norm | None = None,
-    factor: Tensor | None = None,
-    offset: Tensor | None = None,
-    *,
-    tanh: bool = False,
-    plus_one: bool = False,
-    keeps_total: bool = True,
-) -> tuple[Tensor | None, Tensor | None]:
+def reference_ada_norm(call: AdaNormCall) -> tuple[Tensor | None, Tensor | None]:
     """Computes ``ada_norm`` in plain PyTorch, in fp32 or fp64, for calls that the kernel cannot run."""
+    x, branch = call.x, call.branch
     wide = torch.promote_types(x.dtype, torch.float32)
-    gate, factor, offset = (None if t is None else t.to(wide) for t in (gate, factor, offset))
+    gate, factor, offset = (None if t is None else t.to(wide) for t in (call.gate, call.factor, call.offset))
     total = x
     if branch is not None:
-        added = branch.to(wide) if branch_norm is None else _normalized(branch.to(wide), branch_norm)
+        kind = "rms" if call.normalizes_branch else "none"
+        norm = Norm(kind, call.branch_weight, call.branch_bias, call.branch_eps)
+        added = _normalized(branch.to(wide), norm)
         if gate is not None:
-            added = added * (torch.tanh(gate) if tanh else gate)
+            added = added * (torch.tanh(gate) if call.tanh else gate)
         total = (x.to(wide) + added).to(x.dtype).contiguous()
-    kept = total if branch is not None and keeps_total else None
-    if norm is None:
+    kept = total if branch is not None and call.keeps_total else None
+    if call.kind == "none":
         return kept, None
-    y = _normalized(total.to(wide), norm)
+    y = _normalized(total.to(wide), Norm(call.kind, call.weight, call.bias, call.eps))
     if factor is not None:
-        y = y * (1 + factor if plus_one else factor)
+        y = y * (1 + factor if call.plus_one else factor)
     y = y if offset is None else y + offset
     return kept, y.to(x.dtype).contiguous()
 
@@ -193,10 +184,7 @@ def ada_norm(
     found = _plans.run(_NAME, call, _check, _has_kernel)
     if found is not None:
         return found[:2]
-    return reference_ada_norm(
-        x, branch, gate, branch_norm, norm, factor, offset,
-        tanh=tanh, plus_one=plus_one, keeps_total=keeps_total,
-    )  # fmt: skip
+    return reference_ada_norm(call)
 
 
 def ada_norm_in_e4m3(
@@ -224,10 +212,7 @@ def ada_norm_in_e4m3(
     found = _plans.run(f"{_NAME}_in_e4m3", call, _check, _has_kernel)
     if found is not None:
         return found
-    total, y = reference_ada_norm(
-        x, branch, gate, branch_norm, norm, factor, offset,
-        tanh=tanh, plus_one=plus_one, keeps_total=keeps_total,
-    )  # fmt: skip
+    total, y = reference_ada_norm(call)
     assert y is not None
     return total, *reference_quantize_rows(y)
 

@@ -101,21 +101,6 @@ def empty_saved(x: Tensor, result: torch.dtype) -> tuple[Tensor, Tensor]:
 # --- references -------------------------------------------------------------------------------------
 
 
-def reference_layer_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Computes ``layer_norm`` in plain PyTorch, in fp32 or fp64, for calls that kernels cannot run.
-
-    ``out_dtype``: the dtype of the result, by default the dtype of x.
-    """
-    return _reference(LayerNormCall(x, weight, bias, eps, out_dtype))[0]
-
-
 def _reference(call: LayerNormCall) -> tuple[Tensor, Tensor, Tensor]:
     """Computes y, and centre and rstd for the backward, in plain PyTorch. Returns (y, centre, rstd)."""
     x = call.x

@@ -66,17 +66,9 @@ def fits_pairs(D: int) -> bool:
     return D % 2 == 0 and fits(D)
 
 
-def reference_rotate(
-    x: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-    halves: bool = False,
-    bias: Tensor | None = None,
-    layer: bool = False,
-) -> Tensor:
+def reference_rotate(call: RotateCall) -> Tensor:
     """Computes ``rotate`` in plain PyTorch, in fp32 or fp64, for calls that the kernel cannot run."""
+    x, cos, sin, weight, eps, _, halves, bias, layer = call
     wide = torch.promote_types(x.dtype, torch.float32)
     D = x.shape[-1]
     if weight is not None or layer:
@@ -168,7 +160,7 @@ def rotate(
     found = _plans.run(_NAME, call, _check, _has_kernel)
     if found is not None:
         return found
-    y = reference_rotate(*call[:5], *call[6:])
+    y = reference_rotate(call)
     if out is not None:
         return out.copy_(y)
     return y.clone() if y is x else y
