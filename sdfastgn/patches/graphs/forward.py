@@ -54,7 +54,7 @@ from sdfastgn.patches.graphs.models import (
     switched,
     takes_gigabytes,
 )
-from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
+from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy, count_reason
 from sdfastgn.patches.graphs.random_numbers import undrawn
 from sdfastgn.patches.graphs.store import Store
 from sdfastgn.patches.graphs.training import Flags, TrainingGraph
@@ -63,9 +63,6 @@ from sdfastgn.patches.lora.adapter_survey import AdapterSurvey
 from sdfastgn.patches.lora.merging import adopt_new, give_back, scaled
 from sdfastgn.patches.offload.repeated import until_it_fits
 from sdfastgn.patches.swap.class_forward import MethodEntry, class_forward
-
-# Maximum number of reasons that are counted separately. Further reasons are counted as "other reasons".
-_MAX_REASONS = 64
 
 # Maximum number of graphs of one module for calls with gradients.
 _MAX_TRAINING_GRAPHS = 4
@@ -314,8 +311,7 @@ class GraphedForward(MethodEntry):
             reason = NO_MEMORY
             _free_memory()
             self._policy.pause_without_memory()  # even if there was nothing to free
-        is_counted = reason in self.eager or len(self.eager) < _MAX_REASONS
-        self.eager[reason if is_counted else "other reasons"] += 1
+        count_reason(self.eager, reason)
         self._check_code(as_stock)
         return self._run_eagerly(module, args, kwargs, as_stock)
 
