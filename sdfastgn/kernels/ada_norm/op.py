@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common.checks import check_device, check_input
-from sdfastgn.kernels.common.declaration import Operand, Value, checks_of
+from sdfastgn.kernels.common.declaration import Operand, Value, checks_of, dense_rows
 from sdfastgn.kernels.common.plan_cache import Plans
 from sdfastgn.kernels.common.sizes import MAX_OFFSET
 from sdfastgn.kernels.layer_norm.config import fits_registers
@@ -52,20 +52,15 @@ def _check_kind(name: str, kind: Any) -> None:
         raise ValueError(f"{name}: the kind of a norm must be one of {_KINDS}, got {kind!r}")
 
 
-def _with_dense_rows(t: Tensor, call: Any) -> Tensor:
-    """``t``, or a contiguous copy if the elements of a row are not neighbors in memory."""
-    return t if t.stride(-1) == 1 else t.contiguous()
-
-
-_Rows = Annotated[Tensor | None, Operand("(B, S, D)", whole=_with_dense_rows, same_dtype=True)]
-_PerRow = Annotated[Tensor | None, Operand(whole=_with_dense_rows)]
+_Rows = Annotated[Tensor | None, Operand("(B, S, D)", whole=dense_rows, same_dtype=True)]
+_PerRow = Annotated[Tensor | None, Operand(whole=dense_rows)]
 _PerColumn = Annotated[Tensor | None, Operand("(D,)")]
 
 
 class AdaNormCall(NamedTuple):
     """The arguments of ``ada_norm``, with the attributes of the norms as fields of their own."""
 
-    x: Annotated[Tensor, Operand("(B, S, D)", whole=_with_dense_rows)]
+    x: Annotated[Tensor, Operand("(B, S, D)", whole=dense_rows)]
     branch: _Rows
     gate: _PerRow
     branch_weight: _PerColumn
