@@ -185,7 +185,6 @@ class PlannedForward(MethodEntry):
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans that exist now."""
         served = list(self._by_state.values())
         return [made.plan for plans in served for made in list(plans.made.values())]
 

@@ -49,7 +49,6 @@ class Made:
 
     @classmethod
     def of(cls, plan: Plan, outcome: Outcome) -> Made:
-        """What is made of a new plan."""
         masks = Masks(plan)
         return cls(plan, Baked(plan), outcome, masks=masks if len(masks) else None)
 

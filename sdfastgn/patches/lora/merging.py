@@ -455,7 +455,6 @@ def frozen() -> Iterator[None]:
 
 
 def is_frozen() -> bool:
-    """True inside of ``frozen``."""
     return _is_frozen.get()
 
 
