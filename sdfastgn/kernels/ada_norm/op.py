@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common.checks import check_device, check_input
 from sdfastgn.kernels.common.declaration import Operand, Value, checks_of, dense_rows
-from sdfastgn.kernels.common.plan_cache import Plans
+from sdfastgn.kernels.common.plan_cache import Plans, named
 from sdfastgn.kernels.common.sizes import MAX_OFFSET
 from sdfastgn.kernels.layer_norm.config import fits_registers
 from sdfastgn.kernels.quantize_rows.op import reference_quantize_rows
@@ -114,19 +114,13 @@ def _normalized(u: Tensor, norm: Norm) -> Tensor:
 # --- launch -----------------------------------------------------------------------------------------
 
 
-def _plan(call: AdaNormCall) -> Any:
-    from sdfastgn.kernels.ada_norm.plans import AdaNormPlan  # needs Triton
-
-    return AdaNormPlan(call)
-
-
 def _has_kernel(call: AdaNormCall) -> bool:
     """True if x has elements, and its rows fit into registers and can be numbered by int32."""
     x = call.x
     return 0 < x.numel() <= MAX_OFFSET * x.shape[-1] and fits_registers(x.shape[-1])
 
 
-_plans = Plans("ada_norm", AdaNormCall, _plan)
+_plans = Plans("ada_norm", AdaNormCall, named(f"{__package__}.plans:AdaNormPlan"))
 _NAME = f"{__name__}.ada_norm"
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common.checks import as_eps, check_device, check_input
 from sdfastgn.kernels.common.declaration import Operand, checks_of
-from sdfastgn.kernels.common.plan_cache import Plans
+from sdfastgn.kernels.common.plan_cache import Plans, named
 from sdfastgn.kernels.common.sizes import MAX_OFFSET, next_power_of_2
 
 # Maximum length of a row, padded to a power of 2, that a program keeps in registers.
@@ -97,19 +97,13 @@ def reference_rotate(call: RotateCall) -> Tensor:
 # --- launch -----------------------------------------------------------------------------------------
 
 
-def _plan(call: RotateCall) -> Any:
-    from sdfastgn.kernels.rotate.plans import RotatePlan  # needs Triton
-
-    return RotatePlan(call)
-
-
 def _has_kernel(call: RotateCall) -> bool:
     """True if x has elements, and its rows fit into a program and can be numbered by int32."""
     x = call.x
     return 0 < x.numel() <= MAX_OFFSET * x.shape[-1] and fits(x.shape[-1])
 
 
-_plans = Plans("rotate", RotateCall, _plan)
+_plans = Plans("rotate", RotateCall, named(f"{__package__}.plans:RotatePlan"))
 _NAME = f"{__name__}.rotate"
 
 
