@@ -28,7 +28,7 @@ from sdfastgn.patches.graphs import install as graphs
 from sdfastgn.patches.layout import channels_last
 from sdfastgn.patches.layout.ddp import is_in_ddp
 from sdfastgn.patches.layout.left_alone import SLOW_BORDERS
-from sdfastgn.patches.lora import merged_adapters
+from sdfastgn.patches.lora import merging
 from sdfastgn.patches.lora.adapters import unmerged_layers
 from sdfastgn.patches.lora.wrappers import is_wrapper
 from sdfastgn.patches.offload.moves import follow, is_followed
@@ -292,7 +292,7 @@ def report(obj: Any) -> Report:
     components = [name or type(root).__name__ for name, root in fused.items()]
     copies = [e for e in entries if (e.status, e.fusion) == ("fused", "transformer_2d")]
     pools = {k: v for _, graphed in found if graphed is not None for k, v in graphed.pool_bytes().items()}
-    merged = {name: merged_adapters.merged_in(root, name) for name, root in every.items()}
+    merged = {name: merging.merged_in(root, name) for name, root in every.items()}
     running = [name for name in every if name in roots or merged[name].layers]
     return Report(
         entries=entries,
@@ -327,7 +327,7 @@ def _entries(was: Found, planned: set[str]) -> Iterator[Entry]:
 
 
 def _left(was: FoundModel) -> Left:
-    merges = was.takes_adapters and merged_adapters.is_allowed(was.component)
+    merges = was.takes_adapters and merging.is_allowed(was.component)
     alone = "there are no kernels, CUDA graphs or plans for models of this kind"
     return Left(
         was.name,
@@ -432,7 +432,7 @@ def _refuse_nothing(call: str, obj: Any, found: Survey, options: Options) -> Non
 def _set_options(every: Iterable[FoundModel], options: Options) -> None:
     for was in every:
         root = was.component
-        merged_adapters.allow(root, options.merge_adapters)
+        merging.allow(root, options.merge_adapters)
         patcher.leave_out(root, options.left_out)
         has_rows = bool(_in_rows(was, options))
         fp8_option.set_precision(root, options.precision, has_rows=has_rows)

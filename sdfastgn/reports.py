@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sdfastgn.patches.fp8.models import Fp8
     from sdfastgn.patches.graphs.install import Graphs
-    from sdfastgn.patches.lora.merged_adapters import Merged
+    from sdfastgn.patches.lora.merging import Merged
     from sdfastgn.plans.install import Planned
 
 # Characters per line of the printed report: the width of the narrowest usual terminal.

@@ -15,7 +15,7 @@ from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.graphs import install as graphs
 from sdfastgn.patches.graphs.models import is_graphable
 from sdfastgn.patches.layout import channels_last
-from sdfastgn.patches.lora import merged_adapters
+from sdfastgn.patches.lora import merging
 from sdfastgn.patches.lora.adapters import takes_adapters
 from sdfastgn.patches.offload.moves import follow, followed_in, unfollow
 from sdfastgn.patches.swap.exclusive import call_entry
@@ -207,7 +207,7 @@ def _found_in(name: str, named: list[tuple[str, nn.Module]], options: Options | 
         laid_out=laid_out,
         followed=followed,
         in_fp8=fp8.kept_in(modules),
-        unmerged=frozenset(module for module in modules if not merged_adapters.is_allowed(module)),
+        unmerged=frozenset(module for module in modules if not merging.is_allowed(module)),
         asked=patcher.asked_of(root),
         left_out=left_out,
         leaving=tuple(
@@ -225,7 +225,7 @@ def may_change(was: FoundModel, options: Options, has_parts: bool) -> bool:
     Some changes do not count, because they are safe while other threads run the model: modes of CUDA graphs,
     fusions that are left out, and the replacement of ``_apply`` (``moves.follow``).
     """
-    if merged_adapters.must_release(was.component, options.merge_adapters):
+    if merging.must_release(was.component, options.merge_adapters):
         return True
     return has_parts and (
         options.verify
@@ -289,5 +289,5 @@ def _put_back_model(was: FoundModel) -> None:
 def _allow_merging_as(was: FoundModel) -> None:
     # A module comes before the modules in it, for which ``allow`` also decides.
     for module in was.component.modules():
-        if merged_adapters.is_allowed(module) == (module in was.unmerged):
-            merged_adapters.allow(module, module not in was.unmerged)
+        if merging.is_allowed(module) == (module in was.unmerged):
+            merging.allow(module, module not in was.unmerged)

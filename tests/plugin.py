@@ -136,6 +136,24 @@ def statistics_always_pay(monkeypatch):
 
 
 @pytest.fixture
+def held(monkeypatch):
+    """Makes the strips of a decode small. Returns the list of the maps that are held from now on."""
+    from sdfastgn.patches.fusions import strip_chain, strips
+
+    monkeypatch.setattr(strips, "LEAST_ROWS", 4)
+    for name in ("MAPS_OF_A_TILE", "MAPS_OF_ATTENTION", "MOST_BYTES"):
+        monkeypatch.setattr(strip_chain, name, 0)
+    found = []
+
+    def note(layer, **options):
+        found.append(layer.shape)
+        return strips.hold(layer, **options)
+
+    monkeypatch.setattr(strip_chain, "hold", note)
+    return found
+
+
+@pytest.fixture
 def pipeline_fused_on_cpu(monkeypatch):
     """Lets the fusions of a scheduler and an image processor run on the CPU too, to compare their numbers.
 

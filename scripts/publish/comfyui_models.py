@@ -1,4 +1,4 @@
-"""ComfyUI's models SD1.5 and SDXL and their VAE, with random weights: in memory, or as files."""
+"""Files of ComfyUI's models SD1.5 and SDXL and their VAE, with random weights."""
 
 from __future__ import annotations
 
@@ -106,32 +106,6 @@ def _lora(module: nn.Module, device: str) -> dict[str, Tensor]:
                 found[f"{key}.{part}.weight"] = drawn.half()
             found[f"{key}.alpha"] = torch.tensor(float(_LORA_RANK))
     return found
-
-
-def load_model(
-    config: dict[str, Any], dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
-) -> Any:
-    """Returns a MODEL with random weights, as ComfyUI's loader makes it from a checkpoint.
-
-    config: as in ``MODELS``. options: the loader's ``model_options``.
-    """
-    import comfy.sd
-
-    with torch.inference_mode():  # ComfyUI runs every node in inference mode
-        weights = random_weights(unet(config), dtype, device, "model.diffusion_model.")
-        return comfy.sd.load_state_dict_guess_config(
-            weights, output_vae=False, output_clip=False, model_options=options
-        )[0]
-
-
-def load_vae(config: dict[str, Any], device: str = "cpu") -> Any:
-    """Returns ComfyUI's VAE with random weights, in the dtype that ComfyUI chooses. config: like ``VAE``."""
-    import comfy.sd
-    from comfy.ldm.models.autoencoder import AutoencoderKL
-
-    params = {"ddconfig": config, "embed_dim": config["z_channels"]}
-    weights = random_weights(AutoencoderKL(**params), torch.float32, device)
-    return comfy.sd.VAE(sd=weights, config={"params": params})
 
 
 def conditioning(config: dict[str, Any], seed: int) -> list[Any]:

@@ -20,7 +20,7 @@ from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.layers.packed_weights import unpack
 from sdfastgn.patches.layout import channels_last
 from sdfastgn.patches.layout.left_alone import reason_to_leave
-from sdfastgn.patches.lora import merged_adapters
+from sdfastgn.patches.lora import merging
 from sdfastgn.patches.offload.moves import unfollow
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.registry import ASKED_FUSIONS, FUSIONS, OBJECT_FUSIONS
@@ -303,5 +303,5 @@ def _forget(module: Any) -> None:
     if isinstance(module, nn.Module):
         _put_back.pop(module, None)
         unpack(module)
-        merged_adapters.leave(module)
+        merging.leave(module)
         fp8.forget(module)

@@ -1,8 +1,8 @@
 """Layers with adapters in plans: each is traced as the plain layer with merged weights that replaces it.
 
 Merged weights (``patches/lora``) have memory of their own, which a plan reads like that of parameters. Before
-a plan runs, a ``Survey`` writes new weights into this memory if adapters or scales have changed. While the
-GPU works, it compares all else from which they are computed, as for CUDA graphs.
+a plan runs, an ``AdapterSurvey`` writes new weights into this memory if adapters or scales have changed.
+While the GPU works, it compares all else from which they are computed, as for CUDA graphs.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import nn
 from sdfastgn.patches.graphs.arguments import Unsupported
 from sdfastgn.patches.graphs.lora_scale import LoraScale
 from sdfastgn.patches.layout import channels_last
-from sdfastgn.patches.lora.adapter_survey import Survey
+from sdfastgn.patches.lora.adapter_survey import AdapterSurvey
 from sdfastgn.patches.lora.adapters import has_adapters, reason_not_merged
-from sdfastgn.patches.lora.merged_adapters import is_frozen
 from sdfastgn.patches.lora.merged_weights import changing
+from sdfastgn.patches.lora.merging import is_frozen
 from sdfastgn.plans.trace.traced import Traced, Untraceable
 
 # A plan runs this many times at most if other threads write the merged weights while it reads them.
@@ -51,7 +51,7 @@ class Adapters:
             if why is None:
                 # Merged weights get the strides of the weights from which they are computed.
                 channels_last.lay_out_weights(module)
-        self.survey = Survey(module, merges=why is None)
+        self.survey = AdapterSurvey(module, merges=why is None)
         if why is None and not self.survey.takes_scale:
             why = reason_not_merged(module) or "they are not merged yet"
         self.reason = None if why is None else f"it has layers with adapters, such as a LoRA: {why}"

@@ -36,9 +36,9 @@ from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
 from sdfastgn.patches.graphs.capture import is_idle
 from sdfastgn.patches.graphs.lora_scale import LoraScale
 from sdfastgn.patches.graphs.models import numbers_of, reason_without_graphs, switched
-from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
+from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy, count_reason
 from sdfastgn.patches.layout import channels_last
-from sdfastgn.patches.lora.merged_adapters import factor_now, scaled
+from sdfastgn.patches.lora.merging import factor_now, scaled
 from sdfastgn.patches.swap.class_forward import MethodEntry, class_forward
 from sdfastgn.plans.adapters import Adapters, Unmerged
 from sdfastgn.plans.disk.saved import Saved
@@ -61,7 +61,7 @@ from sdfastgn.plans.outcome import has_shared_containers
 from sdfastgn.plans.run.bake import Baked
 from sdfastgn.plans.run.plan import Plan
 from sdfastgn.plans.state import STATE, Held, State
-from sdfastgn.plans.store import MAX_REASONS, Made, Plans
+from sdfastgn.plans.store import Made, Plans
 from sdfastgn.plans.trace.refusals import is_tracing
 from sdfastgn.plans.trace.traced import Untraceable
 
@@ -185,7 +185,6 @@ class PlannedForward(MethodEntry):
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans that exist now."""
         served = list(self._by_state.values())
         return [made.plan for plans in served for made in list(plans.made.values())]
 
@@ -211,8 +210,7 @@ class PlannedForward(MethodEntry):
                 if isinstance(error, _Fills):
                     own_call = self._filling(module, error.call, error.plans)
                 break
-        is_counted = reason in self.own or len(self.own) < MAX_REASONS
-        self.own[reason if is_counted else "other reasons"] += 1
+        count_reason(self.own, reason)
         with running(bool(self._states.replaced(self._states.look()))), self._without_traces(), own_call:
             return class_forward(module, self.method)(*args, **kwargs)
 

@@ -19,7 +19,7 @@ from sdfastgn.patches.code.stateless import CodeState, packages_of
 from sdfastgn.patches.code.states import States
 from sdfastgn.patches.graphs.models import is_harmless
 from sdfastgn.patches.graphs.watch import TRUSTED, Watch
-from sdfastgn.patches.lora.adapter_survey import Survey
+from sdfastgn.patches.lora.adapter_survey import AdapterSurvey
 from sdfastgn.plans.trace.traced import Untraceable
 
 
@@ -46,7 +46,7 @@ class Guard:
         device: torch.device | None,
         trusted: frozenset[str] = frozenset(),
         apart: Mapping[nn.Module, frozenset[str]] = MappingProxyType({}),
-        survey: Survey | None = None,
+        survey: AdapterSurvey | None = None,
     ) -> None:
         self._module = weakref.ref(module)
         self._states, self._state = states, state

@@ -15,7 +15,7 @@ from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.patches.code.states import running
 from sdfastgn.patches.graphs.arguments import Call
 from sdfastgn.patches.layout import channels_last
-from sdfastgn.patches.lora.merged_adapters import frozen
+from sdfastgn.patches.lora.merging import frozen
 from sdfastgn.patches.swap.class_forward import class_forward
 from sdfastgn.plans.adapters import Adapters
 from sdfastgn.plans.outcome import Outcome

@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 from sdfastgn.patches.graphs.arguments import Unsupported
+from sdfastgn.patches.graphs.policy import MAX_REASONS
 from sdfastgn.plans.adapters import Adapters
 from sdfastgn.plans.guard import Guard
 from sdfastgn.plans.masks import Masks
@@ -17,8 +18,6 @@ from sdfastgn.plans.state import State
 
 # Maximum number of plans of one module. Each one is for one kind of call.
 MAX_PLANS = 16
-# Maximum number of reasons that are counted separately. Further reasons are counted as "other reasons".
-MAX_REASONS = 64
 # Number of kinds of calls in a row that are traced although no earlier plan was used again. A call with a
 # number that is always another one, such as a timestep, would otherwise be traced each time.
 _NEW_KINDS = 16
@@ -50,7 +49,6 @@ class Made:
 
     @classmethod
     def of(cls, plan: Plan, outcome: Outcome) -> Made:
-        """What is made of a new plan."""
         masks = Masks(plan)
         return cls(plan, Baked(plan), outcome, masks=masks if len(masks) else None)
 

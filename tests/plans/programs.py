@@ -1,8 +1,8 @@
 """Random programs: small functions of tensors, as text, that a plan must compute as eager PyTorch does.
 
-The steps that a program is made of are in ``program_steps.py``. A program reads inputs (``x0``), parameters
-of a module (``m.p1``) and tensors of a closure (``k2``), and returns a list of tensors. The same seed makes
-the same program.
+The steps that a program is made of are in the folder ``program_steps``. A program reads inputs (``x0``),
+parameters of a module (``m.p1``) and tensors of a closure (``k2``), and returns a list of tensors. The same
+seed makes the same program.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Program:
     """
 
     def __init__(self, seed: int) -> None:
-        from tests.plans import program_steps
+        from tests.plans.program_steps.write import write
 
         self.seed = seed
         self.random = random.Random(seed)
@@ -73,7 +73,7 @@ class Program:
         self.pool: list[str] = []
         self.may_be_refused = False  # it has a step that reads values
         with torch.no_grad():
-            program_steps.write(self)
+            write(self)
         self.outputs = self._outputs()
         words = set(re.findall(r"\w+", "\n".join([*self.lines, *self.outputs])))
         self.leaves = [leaf for leaf in self.leaves if leaf.name.split(".")[-1] in words]

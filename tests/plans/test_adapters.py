@@ -13,9 +13,9 @@ from torch.nn import functional as F
 import sdfastgn
 from sdfastgn.kernels.product import packed
 from sdfastgn.patches.lora import adapter_survey
-from sdfastgn.patches.lora.adapter_survey import Survey
-from sdfastgn.patches.lora.merged_adapters import frozen, give_back, scaled
+from sdfastgn.patches.lora.adapter_survey import AdapterSurvey
 from sdfastgn.patches.lora.merged_weights import records
+from sdfastgn.patches.lora.merging import frozen, give_back, scaled
 from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.run.bake import Baked
 from tests.patches.cases import agree
@@ -297,7 +297,7 @@ def test_a_capture_reads_what_its_graph_has_written():
     """Before a capture the survey of the graph writes the merged weights, and not that of the plan."""
     model, stock = twins(add=add_two)
     follows(model, stock)
-    graphs = Survey(model)
+    graphs = AdapterSurvey(model)
     weights(["a"], [0.5])(model), weights(["a"], [0.5])(stock)
     for factor in (1.0, 0.5):
         assert graphs.refresh(factor)

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import sdfastgn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.compile_ahead import rehearsal
+from sdfastgn.patches.graphs import policy
 from sdfastgn.plans import forward as planned_forward
 from sdfastgn.plans import making, store
 from sdfastgn.plans.forward import PlannedForward
@@ -351,7 +352,7 @@ def test_random_numbers_of_verified_plans():
 
 
 def test_few_refused_kinds_are_kept(pair, monkeypatch):
-    for each in (planned_forward, store):
+    for each in (policy, store):
         monkeypatch.setattr(each, "MAX_REASONS", 3)
     monkeypatch.setattr(store, "_NEW_KINDS", 100)
     model = sdfastgn.optimize(net(Draws))

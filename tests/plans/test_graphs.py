@@ -113,7 +113,7 @@ def test_calls_that_are_not_captured_compare_adapters_once(others, monkeypatch):
     found = []
     for name in ("note", "are_same"):
         monkeypatch.setattr(Contents, name, lambda *args, name=name: found.append(name))
-    monkeypatch.setattr(graphs_forward, "Survey", lambda *args: found.append("Survey"))
+    monkeypatch.setattr(graphs_forward, "AdapterSurvey", lambda *args: found.append("AdapterSurvey"))
     pair.agree(*range(3), **size)
     assert found == []
     assert pair.counts[1] == bool(others)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import sdfastgn
 from sdfastgn.plans import masks
-from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.bake import Baked
+from sdfastgn.plans.run.steps import tokens
 from tests.plans.engine import forward_of
 from tests.plans.models import CALLS
 from tests.plans.programs import relative
@@ -31,7 +31,7 @@ FIRST, SECOND = "1110000", "1111100"
 def seen(monkeypatch):
     """Counts questions about masks, and attentions with a mask ("masked") or by their number of keys."""
     found = Counter()
-    asked, attention = masks.Masks._asked, steps.scaled_dot_product_attention
+    asked, attention = masks.Masks._asked, tokens.scaled_dot_product_attention
 
     def spied_asked(self, tensors):
         found["asked"] += 1
@@ -42,7 +42,7 @@ def seen(monkeypatch):
         return attention(q, k, v, mask, *args, **kwargs)
 
     monkeypatch.setattr(masks.Masks, "_asked", spied_asked)
-    monkeypatch.setattr(steps, "scaled_dot_product_attention", spied_attention)
+    monkeypatch.setattr(tokens, "scaled_dot_product_attention", spied_attention)
     monkeypatch.setattr(Baked, "run", lambda self, inputs, frees=False: self.plan.run(inputs))
     return found
 

@@ -245,7 +245,6 @@ def transformer_claims_markdown(results: Path) -> str:
 
 
 def transformer_times(results: Path) -> Times:
-    """Returns the times of the table of transformers."""
     lines = _transformers(results)
     return _times([(line, {title: line.rows for title, _ in TRANSFORMERS}) for line in lines], TRANSFORMERS)
 

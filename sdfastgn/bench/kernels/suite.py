@@ -70,8 +70,8 @@ class Provider:
 # ---- functions that make providers
 
 
-def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) -> Provider:
-    """A provider that runs ``call`` with torch.compile.
+def inductor(call: Call, name: str = "inductor") -> Provider:
+    """A provider that runs ``call`` with torch.compile, on channels-last operands.
 
     It is not timed by default, because compiling takes seconds. The user must name it.
     """
@@ -87,7 +87,7 @@ def inductor(call: Call, name: str = "inductor", *, channels_last: bool = True) 
         # calls.
         return config.patch(donated_buffer=False)(torch.compile(call, dynamic=False))
 
-    return Provider(name, build, compile_reason, channels_last, by_default=False)
+    return Provider(name, build, compile_reason, channels_last=True, by_default=False)
 
 
 def fixed(name: str, call: Call, *, channels_last: bool = True) -> Provider:

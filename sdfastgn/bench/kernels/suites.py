@@ -71,10 +71,6 @@ def _group_norm_silu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.silu(_group_norm(x, weight, bias))
 
 
-def _ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return sdfastgn.group_norm(x, GROUPS, weight, bias, EPS)
-
-
 def _ours_silu(x: Tensor, weight: Tensor, bias: Tensor, statistics: Any = None) -> Tensor:
     return sdfastgn.group_norm(x, GROUPS, weight, bias, EPS, activation="silu", statistics=statistics)
 

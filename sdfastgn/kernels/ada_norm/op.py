@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common.checks import check_device, check_input
-from sdfastgn.kernels.common.declaration import Operand, Value, checks_of
-from sdfastgn.kernels.common.plan_cache import Plans
+from sdfastgn.kernels.common.declaration import Operand, Value, checks_of, dense_rows
+from sdfastgn.kernels.common.plan_cache import Plans, named
 from sdfastgn.kernels.common.sizes import MAX_OFFSET
 from sdfastgn.kernels.layer_norm.config import fits_registers
 from sdfastgn.kernels.quantize_rows.op import reference_quantize_rows
@@ -52,20 +52,15 @@ def _check_kind(name: str, kind: Any) -> None:
         raise ValueError(f"{name}: the kind of a norm must be one of {_KINDS}, got {kind!r}")
 
 
-def _with_dense_rows(t: Tensor, call: Any) -> Tensor:
-    """``t``, or a contiguous copy if the elements of a row are not neighbors in memory."""
-    return t if t.stride(-1) == 1 else t.contiguous()
-
-
-_Rows = Annotated[Tensor | None, Operand("(B, S, D)", whole=_with_dense_rows, same_dtype=True)]
-_PerRow = Annotated[Tensor | None, Operand(whole=_with_dense_rows)]
+_Rows = Annotated[Tensor | None, Operand("(B, S, D)", whole=dense_rows, same_dtype=True)]
+_PerRow = Annotated[Tensor | None, Operand(whole=dense_rows)]
 _PerColumn = Annotated[Tensor | None, Operand("(D,)")]
 
 
 class AdaNormCall(NamedTuple):
     """The arguments of ``ada_norm``, with the attributes of the norms as fields of their own."""
 
-    x: Annotated[Tensor, Operand("(B, S, D)", whole=_with_dense_rows)]
+    x: Annotated[Tensor, Operand("(B, S, D)", whole=dense_rows)]
     branch: _Rows
     gate: _PerRow
     branch_weight: _PerColumn
@@ -84,34 +79,25 @@ class AdaNormCall(NamedTuple):
     in_e4m3: bool
 
 
-def reference_ada_norm(
-    x: Tensor,
-    branch: Tensor | None = None,
-    gate: Tensor | None = None,
-    branch_norm: Norm | None = None,
-    norm: Norm | None = None,
-    factor: Tensor | None = None,
-    offset: Tensor | None = None,
-    *,
-    tanh: bool = False,
-    plus_one: bool = False,
-    keeps_total: bool = True,
-) -> tuple[Tensor | None, Tensor | None]:
+def reference_ada_norm(call: AdaNormCall) -> tuple[Tensor | None, Tensor | None]:
     """Computes ``ada_norm`` in plain PyTorch, in fp32 or fp64, for calls that the kernel cannot run."""
+    x, branch = call.x, call.branch
     wide = torch.promote_types(x.dtype, torch.float32)
-    gate, factor, offset = (None if t is None else t.to(wide) for t in (gate, factor, offset))
+    gate, factor, offset = (None if t is None else t.to(wide) for t in (call.gate, call.factor, call.offset))
     total = x
     if branch is not None:
-        added = branch.to(wide) if branch_norm is None else _normalized(branch.to(wide), branch_norm)
+        kind = "rms" if call.normalizes_branch else "none"
+        norm = Norm(kind, call.branch_weight, call.branch_bias, call.branch_eps)
+        added = _normalized(branch.to(wide), norm)
         if gate is not None:
-            added = added * (torch.tanh(gate) if tanh else gate)
+            added = added * (torch.tanh(gate) if call.tanh else gate)
         total = (x.to(wide) + added).to(x.dtype).contiguous()
-    kept = total if branch is not None and keeps_total else None
-    if norm is None:
+    kept = total if branch is not None and call.keeps_total else None
+    if call.kind == "none":
         return kept, None
-    y = _normalized(total.to(wide), norm)
+    y = _normalized(total.to(wide), Norm(call.kind, call.weight, call.bias, call.eps))
     if factor is not None:
-        y = y * (1 + factor if plus_one else factor)
+        y = y * (1 + factor if call.plus_one else factor)
     y = y if offset is None else y + offset
     return kept, y.to(x.dtype).contiguous()
 
@@ -128,19 +114,13 @@ def _normalized(u: Tensor, norm: Norm) -> Tensor:
 # --- launch -----------------------------------------------------------------------------------------
 
 
-def _plan(call: AdaNormCall) -> Any:
-    from sdfastgn.kernels.ada_norm.plans import AdaNormPlan  # needs Triton
-
-    return AdaNormPlan(call)
-
-
 def _has_kernel(call: AdaNormCall) -> bool:
     """True if x has elements, and its rows fit into registers and can be numbered by int32."""
     x = call.x
     return 0 < x.numel() <= MAX_OFFSET * x.shape[-1] and fits_registers(x.shape[-1])
 
 
-_plans = Plans("ada_norm", AdaNormCall, _plan)
+_plans = Plans("ada_norm", AdaNormCall, named(f"{__package__}.plans:AdaNormPlan"))
 _NAME = f"{__name__}.ada_norm"
 
 
@@ -193,10 +173,7 @@ def ada_norm(
     found = _plans.run(_NAME, call, _check, _has_kernel)
     if found is not None:
         return found[:2]
-    return reference_ada_norm(
-        x, branch, gate, branch_norm, norm, factor, offset,
-        tanh=tanh, plus_one=plus_one, keeps_total=keeps_total,
-    )  # fmt: skip
+    return reference_ada_norm(call)
 
 
 def ada_norm_in_e4m3(
@@ -224,10 +201,7 @@ def ada_norm_in_e4m3(
     found = _plans.run(f"{_NAME}_in_e4m3", call, _check, _has_kernel)
     if found is not None:
         return found
-    total, y = reference_ada_norm(
-        x, branch, gate, branch_norm, norm, factor, offset,
-        tanh=tanh, plus_one=plus_one, keeps_total=keeps_total,
-    )  # fmt: skip
+    total, y = reference_ada_norm(call)
     assert y is not None
     return total, *reference_quantize_rows(y)
 

@@ -17,7 +17,7 @@ Source: Ioffe and Szegedy, "Batch Normalization", 2015, and the chain rule.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from sdfastgn.kernels.common.activations import ACTIVATION_GRADS
 from sdfastgn.kernels.common.declaration import Gradients, Operand, Wanted, dense
 from sdfastgn.kernels.common.grad_op import GradOp
 from sdfastgn.kernels.common.layout import dense_is_channels_last, laid_out
+from sdfastgn.kernels.common.plan_cache import named
 
 _AsX = Operand(whole=like_x)
 
@@ -122,16 +123,10 @@ def _empty(call: BatchNormGradCall, names: tuple[str, ...]) -> Gradients:
     }
 
 
-def _plan(call: BatchNormGradCall) -> Any:
-    from sdfastgn.kernels.batch_norm.backward_plans import BatchNormGradPlan  # needs Triton
-
-    return BatchNormGradPlan(call)
-
-
 BATCH_NORM_BACKWARD = GradOp(
     "batch_norm_backward",
     BatchNormGradCall,
-    plan=_plan,
+    plan=named(f"{__package__}.backward_plans:BatchNormGradPlan"),
     reference=reference_batch_norm_grads,
     empty=_empty,
 )

@@ -27,6 +27,7 @@ from sdfastgn.kernels.common.checks import as_eps, as_float, check_activation, c
 from sdfastgn.kernels.common.declaration import Operand, Value, checks_of, dense
 from sdfastgn.kernels.common.layout import empty_dense_like, like_dense
 from sdfastgn.kernels.common.op import PlannedOp
+from sdfastgn.kernels.common.plan_cache import named
 
 _PerChannel = Annotated[Tensor | None, Operand("(C,)")]
 # Annotation of a tensor that is updated in place. It is never copied, because a copy's update would be lost.
@@ -115,19 +116,13 @@ def _check(name: str, call: BatchNormCall) -> None:
 check_share = checks_of(BatchNormCall, lambda name, call: None)
 
 
-def _plan(call: BatchNormCall) -> Any:
-    from sdfastgn.kernels.batch_norm.plans import BatchNormPlan  # needs Triton
-
-    return BatchNormPlan(call)
-
-
 BATCH_NORM = PlannedOp(
     "batch_norm",
     BatchNormCall,
     # The results mean and var are of the batch: (C,) in fp32, or in fp64 for fp64 input. Their size is 0 if
     # the call gives mean and var.
     ("y", "mean", "var"),
-    plan=_plan,
+    plan=named(f"{__package__}.plans:BatchNormPlan"),
     reference=reference_batch_norm,
     fake=_fake,
     save=_save,

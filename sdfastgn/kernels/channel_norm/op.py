@@ -28,6 +28,7 @@ from sdfastgn.kernels.common.declaration import Operand, Value, backward_of, cha
 from sdfastgn.kernels.common.grad_op import GradOp
 from sdfastgn.kernels.common.layout import empty_laid_out, laid_out
 from sdfastgn.kernels.common.op import PlannedOp
+from sdfastgn.kernels.common.plan_cache import named
 
 _PerChannel = Annotated[Tensor | None, Operand("(C,)")]
 
@@ -73,23 +74,17 @@ def _reference(call: ChannelNormCall) -> Tensor:
     return reference_channel_norm(*call)
 
 
-# The modules with plans and kernels import Triton. So they are imported only when the first plan is made.
+_own_plan = named(f"{__package__}.plans:ChannelNormPlan")
+_own_grad_plan = named(f"{__package__}.backward_plans:ChannelNormGradPlan")
 
 
 def _plan(call: ChannelNormCall) -> Any:
-    if not fits(call.x.shape[1]):
-        return _ReferencePlan(_reference)
-    from sdfastgn.kernels.channel_norm.plans import ChannelNormPlan
-
-    return ChannelNormPlan(call)
+    return _own_plan(call) if fits(call.x.shape[1]) else _ReferencePlan(_reference)
 
 
 def _grad_plan(call: Any) -> Any:
-    if not fits_with_sums(call.x.shape[1]):
-        return _ReferencePlan(reference_channel_norm_grads)
-    from sdfastgn.kernels.channel_norm.backward_plans import ChannelNormGradPlan
-
-    return ChannelNormGradPlan(call)
+    fitting = fits_with_sums(call.x.shape[1])
+    return _own_grad_plan(call) if fitting else _ReferencePlan(reference_channel_norm_grads)
 
 
 _CHANNEL_NORM = PlannedOp(

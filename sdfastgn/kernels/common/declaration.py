@@ -75,6 +75,11 @@ def channels_last(x: Tensor, call: Any) -> Tensor:
     return x if x.movedim(1, -1).is_contiguous() else layout.laid_out(x, channels_last=True)
 
 
+def dense_rows(x: Tensor, call: Any) -> Tensor:
+    """Returns ``x`` (..., D), or a contiguous copy if the elements of a row are not neighbors in memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def even_rows(x: Tensor, call: Any) -> Tensor:
     """Returns ``x`` (..., D), or a contiguous copy if kernels cannot read its rows (``row_stride``)."""
     return x.contiguous() if layout.row_stride(x) is None else x

@@ -106,6 +106,12 @@ def like_dense(y: Tensor, x: Tensor) -> Tensor:
     return y.as_strided(x.shape, x.stride()) if is_dense(x) and y.stride() != x.stride() else y
 
 
+def writable(x: Tensor) -> Tensor:
+    """x, or a copy if several elements of x share memory, as after ``expand``."""
+    repeats = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.contiguous() if repeats else x
+
+
 def row_stride(x: Tensor) -> int | None:
     """Number of elements between the starts of neighboring rows of ``x`` (..., D).
 

@@ -6,6 +6,7 @@ strides, dtypes and devices of their tensors are equal, and all other arguments 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import Any, Protocol, TypeVar
@@ -61,6 +62,15 @@ class SavingPlan(Plan, Protocol):
 
     def run_and_save(self, call: Any) -> Any:
         """Launch the kernels, and return all results of the op, including those for the backward."""
+
+
+def named(place: str) -> Callable[[Any], Any]:
+    """Function ``call -> Plan`` of the class at ``place``, such as "sdfastgn.kernels.geglu.plans:GegluPlan".
+
+    Its module needs Triton, and imports the op's declaration. So it is imported when a plan is made.
+    """
+    module, _, name = place.partition(":")
+    return lambda call: getattr(importlib.import_module(module), name)(call)
 
 
 class Plans:

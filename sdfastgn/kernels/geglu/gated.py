@@ -13,7 +13,7 @@ Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.checks import check_activation
 from sdfastgn.kernels.common.declaration import Operand, Value, checks_of, even_rows
-from sdfastgn.kernels.common.plan_cache import Plans
+from sdfastgn.kernels.common.plan_cache import Plans, named
 
 
 class GatedCall(NamedTuple):
@@ -41,13 +41,7 @@ def reference_gated(value: Tensor, gate: Tensor, activation: str) -> Tensor:
 # --- launch -----------------------------------------------------------------------------------------
 
 
-def _plan(call: GatedCall) -> Any:
-    from sdfastgn.kernels.geglu.plans import GatedPlan  # needs Triton
-
-    return GatedPlan(call)
-
-
-_plans = Plans("gated", GatedCall, _plan)
+_plans = Plans("gated", GatedCall, named(f"{__package__}.plans:GatedPlan"))
 _check = checks_of(GatedCall, lambda name, call: None)
 _NAME = f"{__name__}.gated"
 

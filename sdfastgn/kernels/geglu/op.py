@@ -35,6 +35,7 @@ from sdfastgn.kernels.common.declaration import (
 from sdfastgn.kernels.common.e4m3 import quantized
 from sdfastgn.kernels.common.grad_op import GradOp
 from sdfastgn.kernels.common.op import PlannedOp
+from sdfastgn.kernels.common.plan_cache import named
 
 
 class GegluCall(NamedTuple):
@@ -95,25 +96,10 @@ def _check(name: str, call: GegluCall) -> None:
         raise ValueError(f"{name}: x must be (..., 2D), got shape {tuple(call.x.shape)}")
 
 
-# The modules with plans and kernels import Triton. So they are imported only when the first plan is made.
-
-
-def _plan(call: GegluCall) -> Any:
-    from sdfastgn.kernels.geglu.plans import GegluPlan
-
-    return GegluPlan(call)
-
-
-def _grad_plan(call: Any) -> Any:
-    from sdfastgn.kernels.geglu.plans import GegluGradPlan
-
-    return GegluGradPlan(call)
-
-
 GEGLU_BACKWARD = GradOp(
     "geglu_backward",
     backward_of(GegluCall, (), dy=Operand(), wanted=WantedDtype),
-    plan=_grad_plan,
+    plan=named(f"{__package__}.plans:GegluGradPlan"),
     reference=reference_geglu_grads,
     empty=empty_row_gradients,
 )
@@ -121,7 +107,7 @@ _GEGLU = PlannedOp(
     "geglu",
     GegluCall,
     ("y",),
-    plan=_plan,
+    plan=named(f"{__package__}.plans:GegluPlan"),
     reference=lambda call: reference_geglu(call.x, call.bias),
     fake=_fake,
     check=_check,

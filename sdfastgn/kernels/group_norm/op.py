@@ -34,6 +34,7 @@ from sdfastgn.kernels.common.declaration import Operand, Value, backward_of, den
 from sdfastgn.kernels.common.grad_op import GradOp
 from sdfastgn.kernels.common.layout import empty_dense_like, is_dense, like_dense
 from sdfastgn.kernels.common.op import PlannedOp
+from sdfastgn.kernels.common.plan_cache import named
 from sdfastgn.kernels.group_norm.backward import reference_group_norm_grads
 from sdfastgn.kernels.group_norm.plain import plain_group_norm
 
@@ -177,27 +178,12 @@ def _check_statistics(name: str, x: Tensor, statistics: Any) -> None:
     check_device(name, "statistics", statistics, x)
 
 
-# Plans and kernels need Triton, so they are imported when the first plan is made.
-
-
-def _plan(call: GroupNormCall) -> Any:
-    from sdfastgn.kernels.group_norm.plans import GroupNormPlan
-
-    return GroupNormPlan(call)
-
-
-def _grad_plan(call: Any) -> Any:
-    from sdfastgn.kernels.group_norm.backward_plans import GroupNormGradPlan
-
-    return GroupNormGradPlan(call)
-
-
 # What the forward saves for the backward: mean and rstd of each group (``empty_saved``).
 _SAVED = ("mean", "rstd")
 GROUP_NORM_BACKWARD = GradOp(
     "group_norm_backward",
     backward_of(GroupNormCall, _SAVED, dy=Operand(whole=_dense_gradient)),
-    plan=_grad_plan,
+    plan=named(f"{__package__}.backward_plans:GroupNormGradPlan"),
     reference=reference_group_norm_grads,
 )
 GROUP_NORM = PlannedOp(
@@ -205,7 +191,7 @@ GROUP_NORM = PlannedOp(
     GroupNormCall,
     ("y",),
     _SAVED,
-    plan=_plan,
+    plan=named(f"{__package__}.plans:GroupNormPlan"),
     reference=_reference,
     fake=_fake,
     check=_check,

@@ -18,7 +18,7 @@ Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, and the chain rule.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from sdfastgn.kernels.common.declaration import (
     even_rows,
 )
 from sdfastgn.kernels.common.grad_op import GradOp
+from sdfastgn.kernels.common.plan_cache import named
 
 
 class LayerNormGradCall(NamedTuple):
@@ -92,16 +93,10 @@ def reference_layer_norm_grads(call: LayerNormGradCall) -> Gradients:
 # --- op ---------------------------------------------------------------------------------------------
 
 
-def _plan(call: LayerNormGradCall) -> Any:
-    from sdfastgn.kernels.layer_norm.backward_plans import LayerNormGradPlan  # needs Triton
-
-    return LayerNormGradPlan(call)
-
-
 LAYER_NORM_BACKWARD = GradOp(
     "layer_norm_backward",
     LayerNormGradCall,
-    plan=_plan,
+    plan=named(f"{__package__}.backward_plans:LayerNormGradPlan"),
     reference=reference_layer_norm_grads,
     empty=empty_row_gradients,
 )

@@ -49,7 +49,6 @@ class Groups(NamedTuple):
 
     @property
     def number(self) -> int:
-        """The number of groups."""
         given = self.added if self.added is not None else self.position
         return 1 if given is None else len(given)
 

@@ -34,6 +34,7 @@ from sdfastgn.kernels.common.checks import as_eps
 from sdfastgn.kernels.common.declaration import Gradients, Operand, even_rows
 from sdfastgn.kernels.common.e4m3 import quantized
 from sdfastgn.kernels.common.op import PlannedOp
+from sdfastgn.kernels.common.plan_cache import named
 from sdfastgn.kernels.layer_norm.backward import LAYER_NORM_BACKWARD, LayerNormGradCall
 from sdfastgn.kernels.layer_norm.plain import plain_layer_norm
 
@@ -99,21 +100,6 @@ def empty_saved(x: Tensor, result: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 # --- references -------------------------------------------------------------------------------------
-
-
-def reference_layer_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Computes ``layer_norm`` in plain PyTorch, in fp32 or fp64, for calls that kernels cannot run.
-
-    ``out_dtype``: the dtype of the result, by default the dtype of x.
-    """
-    return _reference(LayerNormCall(x, weight, bias, eps, out_dtype))[0]
 
 
 def _reference(call: LayerNormCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,20 +250,15 @@ def _plain_of_sum(call: AddCall) -> tuple[Tensor, Tensor]:
     return y, reference_add(call.x, call.residual, call.add_bias, call.total_bias)
 
 
-def _plan(call: LayerNormCall | AddCall) -> Any:
-    from sdfastgn.kernels.layer_norm.plans import LayerNormPlan  # needs Triton
-
-    return LayerNormPlan(call)
-
-
 # Names of the tensors that the forward saves for the backward (``empty_saved``).
 _SAVED = ("centre", "rstd")
+_PLAN = named(f"{__package__}.plans:LayerNormPlan")
 _LAYER_NORM = PlannedOp(
     "layer_norm",
     LayerNormCall,
     ("y",),
     _SAVED,
-    plan=_plan,
+    plan=_PLAN,
     reference=_reference,
     fake=_fake,
     save=_save,
@@ -289,7 +270,7 @@ _ADD_LAYER_NORM = PlannedOp(
     AddCall,
     ("y", "total"),
     _SAVED,
-    plan=_plan,
+    plan=_PLAN,
     reference=_reference_of_sum,
     fake=_fake_of_sum,
     save=_save_of_sum,

@@ -51,7 +51,7 @@ from sdfastgn.kernels.common.checks import (
 )
 from sdfastgn.kernels.common.declaration import Operand, Value, channels_last, checks_of
 from sdfastgn.kernels.common.layout import laid_out
-from sdfastgn.kernels.common.plan_cache import Plans
+from sdfastgn.kernels.common.plan_cache import Plans, named
 from sdfastgn.kernels.group_norm.op import GROUP_NORM, GroupNormCall, reference_group_norm
 
 aten = torch.ops.aten
@@ -324,12 +324,6 @@ def _upsampled(u: Tensor, times: tuple[int, int, int], first_once: bool = True) 
 # --- launch -----------------------------------------------------------------------------------------
 
 
-def _plan(call: PadFramesCall) -> Any:
-    from sdfastgn.kernels.pad_frames.plans import PadFramesPlan  # needs Triton
-
-    return PadFramesPlan(call)
-
-
 def _has_kernel(call: PadFramesCall) -> bool:
     frames = call.front + call.upsampled[0] + call.back
     rows = call.x.shape[0] * frames * math.prod(call.padded[3:])
@@ -340,7 +334,7 @@ def _has_kernel(call: PadFramesCall) -> bool:
     return call.x.numel() > 0 and fits(call.x.shape[1]) and rows <= _MAX_ROWS
 
 
-_plans = Plans("pad_frames", PadFramesCall, _plan)
+_plans = Plans("pad_frames", PadFramesCall, named(f"{__package__}.plans:PadFramesPlan"))
 
 # --- public function ------------------------------------------------------------------------------
 

@@ -16,16 +16,16 @@ the kernel, ``reference_quantize_rows`` runs.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sdfastgn.kernels.common.activations import ACTIVATIONS
 from sdfastgn.kernels.common.checks import check_activation, check_device, check_input
-from sdfastgn.kernels.common.declaration import Operand, Value, checks_of
+from sdfastgn.kernels.common.declaration import Operand, Value, checks_of, dense_rows
 from sdfastgn.kernels.common.e4m3 import E4M3, LARGEST
-from sdfastgn.kernels.common.plan_cache import Plans
+from sdfastgn.kernels.common.plan_cache import Plans, named
 from sdfastgn.kernels.common.sizes import MAX_OFFSET
 from sdfastgn.kernels.layer_norm.config import fits_registers
 
@@ -33,17 +33,12 @@ from sdfastgn.kernels.layer_norm.config import fits_registers
 _LEAST = 2.0**-126
 
 
-def _with_dense_rows(t: Tensor, call: Any) -> Tensor:
-    """``t``, or a contiguous copy if the elements of a row are not neighbors in memory."""
-    return t if t.stride(-1) == 1 else t.contiguous()
-
-
 class QuantizeRowsCall(NamedTuple):
     """The arguments of ``quantize_rows``."""
 
-    x: Annotated[Tensor, Operand("(B, S, D)", whole=_with_dense_rows)]
+    x: Annotated[Tensor, Operand("(B, S, D)", whole=dense_rows)]
     activation: Annotated[str, Value(check_activation)]
-    second: Annotated[Tensor | None, Operand(whole=_with_dense_rows, same_dtype=True)]
+    second: Annotated[Tensor | None, Operand(whole=dense_rows, same_dtype=True)]
     second_activation: Annotated[str, Value(check_activation)]
     multiplies: bool
 
@@ -70,12 +65,6 @@ def reference_quantize_rows(
 # --- launch -----------------------------------------------------------------------------------------
 
 
-def _plan(call: QuantizeRowsCall) -> Any:
-    from sdfastgn.kernels.quantize_rows.plans import QuantizeRowsPlan  # needs Triton
-
-    return QuantizeRowsPlan(call)
-
-
 def _has_kernel(call: QuantizeRowsCall) -> bool:
     """True if there are elements, and the rows fit into registers and can be numbered by int32."""
     x, second = call.x, call.second
@@ -83,7 +72,7 @@ def _has_kernel(call: QuantizeRowsCall) -> bool:
     return 0 < x.numel() <= MAX_OFFSET * x.shape[-1] and fits_registers(columns)
 
 
-_plans = Plans("quantize_rows", QuantizeRowsCall, _plan)
+_plans = Plans("quantize_rows", QuantizeRowsCall, named(f"{__package__}.plans:QuantizeRowsPlan"))
 _NAME = f"{__name__}.quantize_rows"
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sdfastgn.kernels.common.checks import as_eps, check_device, check_input
 from sdfastgn.kernels.common.declaration import Operand, checks_of
-from sdfastgn.kernels.common.plan_cache import Plans
+from sdfastgn.kernels.common.plan_cache import Plans, named
 from sdfastgn.kernels.common.sizes import MAX_OFFSET, next_power_of_2
 
 # Maximum length of a row, padded to a power of 2, that a program keeps in registers.
@@ -66,17 +66,9 @@ def fits_pairs(D: int) -> bool:
     return D % 2 == 0 and fits(D)
 
 
-def reference_rotate(
-    x: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-    halves: bool = False,
-    bias: Tensor | None = None,
-    layer: bool = False,
-) -> Tensor:
+def reference_rotate(call: RotateCall) -> Tensor:
     """Computes ``rotate`` in plain PyTorch, in fp32 or fp64, for calls that the kernel cannot run."""
+    x, cos, sin, weight, eps, _, halves, bias, layer = call
     wide = torch.promote_types(x.dtype, torch.float32)
     D = x.shape[-1]
     if weight is not None or layer:
@@ -105,19 +97,13 @@ def reference_rotate(
 # --- launch -----------------------------------------------------------------------------------------
 
 
-def _plan(call: RotateCall) -> Any:
-    from sdfastgn.kernels.rotate.plans import RotatePlan  # needs Triton
-
-    return RotatePlan(call)
-
-
 def _has_kernel(call: RotateCall) -> bool:
     """True if x has elements, and its rows fit into a program and can be numbered by int32."""
     x = call.x
     return 0 < x.numel() <= MAX_OFFSET * x.shape[-1] and fits(x.shape[-1])
 
 
-_plans = Plans("rotate", RotateCall, _plan)
+_plans = Plans("rotate", RotateCall, named(f"{__package__}.plans:RotatePlan"))
 _NAME = f"{__name__}.rotate"
 
 
@@ -168,7 +154,7 @@ def rotate(
     found = _plans.run(_NAME, call, _check, _has_kernel)
     if found is not None:
         return found
-    y = reference_rotate(*call[:5], *call[6:])
+    y = reference_rotate(call)
     if out is not None:
         return out.copy_(y)
     return y.clone() if y is x else y

@@ -59,17 +59,6 @@ def reference_upsample_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = N
     return laid_out(y, dense_is_channels_last(x))
 
 
-def reference_phase_weights(weight: Tensor) -> Tensor:
-    """Computes the weights of the phases in plain PyTorch: (C_out, C_in, 3, 3) -> (4 C_out, C_in, 2, 2).
-
-    Sums are fp32, or fp64 for fp64 input. Only tests call this function.
-    """
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    taps = torch.tensor([[[1, 0, 0], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]], dtype=wide, device=weight.device)
-    found = torch.einsum("ari,bsj,ocij->abocrs", taps, taps, weight.to(wide))
-    return found.reshape(-1, weight.shape[1], 2, 2).to(weight.dtype)
-
-
 def runs_in_phases(x: Tensor, weight: Tensor) -> bool:
     """True if ``upsample_conv2d(x, weight)`` convolves at low resolution instead of upsampling first."""
     N, C, H, W = x.shape

@@ -15,7 +15,7 @@ from torch import nn
 
 from sdfastgn.patches.code.states import States, is_checked, running
 from sdfastgn.patches.lora.adapters import takes_adapters
-from sdfastgn.patches.lora.merged_adapters import adopt_new, give_back
+from sdfastgn.patches.lora.merging import adopt_new, give_back
 from sdfastgn.patches.offload.repeated import until_it_fits
 from sdfastgn.patches.swap.exclusive import call_entry, set_call_entry
 from sdfastgn.patches.swap.fusion import stock_class

@@ -173,7 +173,7 @@ def _last_norm(half: Any, x: Tensor) -> Norm | None:
     """
     if not (is_plain_inference(x) and is_plain_wrapper(half.conv_in, x, x.shape[1])):
         return None
-    if not is_plain_wrapper(half.conv_out, x, channels_into(half.conv_out, "conv")):
+    if not is_plain_wrapper(half.conv_out, x, channels_into(half.conv_out)):
         return None
     norm = norm_of(half.norm_out, None, x)
     return None if norm is None else norm._replace(activation="silu")

@@ -8,7 +8,7 @@ product of a module, and describes products for the report. It also follows what
 - ``fuse_lora`` writes through ``.data``. A later ``unload_lora_weights`` puts the layer back into the model.
   This is noticed, and the weight is quantized again (``_put_into``). Other writes that PyTorch does not count
   are noticed by the weights' contents (``contents.py``).
-- A layer with LoRA adapters runs in E4M3 if the adapters are merged (``merged_adapters.py``), with the merged
+- A layer with LoRA adapters runs in E4M3 if the adapters are merged (``merging.py``), with the merged
   weights; else in the model's dtype.
 - If hooks move the weights in each call (``Products.offloading``), all copies of the model are freed, and its
   products run in the model's dtype.
@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from sdfastgn.kernels.common import private
 from sdfastgn.patches.fp8.product import Product, ProductCall, Products
 from sdfastgn.patches.fp8.rows import RowWeights
-from sdfastgn.patches.lora.merged_adapters import is_merged
+from sdfastgn.patches.lora.merging import is_merged
 from sdfastgn.patches.lora.wrappers import is_wrapper, wrapped_layer
 from sdfastgn.patches.offload.moves import follow, follow_moves, stop_following
 from sdfastgn.patches.swap.instance_entries import InstanceEntry

@@ -198,7 +198,7 @@ class _FusedHalf(nn.Module):
         """
         if not (is_plain_inference(x) and is_plain_wrapper(self.conv_in, x, x.shape[1])):
             return None
-        if not is_plain_wrapper(self.conv_out, x, channels_into(self.conv_out, "conv")):
+        if not is_plain_wrapper(self.conv_out, x, channels_into(self.conv_out)):
             return None
         return norm_of(self.norm_out, self.conv_act, x)
 

@@ -21,7 +21,7 @@ from sdfastgn.patches.layers.convolution import conv_without_bias, pointwise
 from sdfastgn.patches.layers.group_norm import fused_activation, fused_norm
 from sdfastgn.patches.layers.linear import linear_of
 from sdfastgn.patches.layers.statistics import add, add_bias
-from sdfastgn.patches.lora.merged_adapters import plain_layer
+from sdfastgn.patches.lora.merging import plain_layer
 from sdfastgn.patches.swap.fusion import IDENTITY, ClassSwap, activation_reason, is_unhooked
 from sdfastgn.patches.swap.tested_sources import tested
 

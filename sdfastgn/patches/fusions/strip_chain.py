@@ -35,7 +35,7 @@ from sdfastgn.patches.fusions.strips import (
 from sdfastgn.patches.layers.convolution import keeps_size
 from sdfastgn.patches.layout.channels_last import enter, leave
 from sdfastgn.patches.lora.adapters import WRAPPED
-from sdfastgn.patches.lora.merged_adapters import adopt, is_allowed, plain_layer, waits, why_not
+from sdfastgn.patches.lora.merging import adopt, is_allowed, plain_layer, waits, why_not
 from sdfastgn.patches.swap.class_forward import has_foreign_forward
 from sdfastgn.patches.swap.fusion import activation_of, stock_class
 

@@ -36,7 +36,7 @@ from sdfastgn.kernels.group_norm.op import group_norm
 from sdfastgn.kernels.statistics.op import channel_statistics
 from sdfastgn.patches.layers.convolution import is_plain_conv, pointwise
 from sdfastgn.patches.layers.statistics import add, add_bias, take_statistics
-from sdfastgn.patches.lora.merged_adapters import plain_layer
+from sdfastgn.patches.lora.merging import plain_layer
 from sdfastgn.patches.swap.fusion import activation_of, stock_class
 
 # A map of H rows is divided into at most ceil(H / LEAST_ROWS) strips. In much thinner strips, too many of the

@@ -27,7 +27,7 @@ from sdfastgn.patches.fusions import strip_chain
 from sdfastgn.patches.fusions.conv_norm_out import arm, disarm
 from sdfastgn.patches.fusions.strip_chain import Parts
 from sdfastgn.patches.fusions.strips import OutParts, ResnetParts, UpsampleParts
-from sdfastgn.patches.lora.merged_adapters import plain_layer
+from sdfastgn.patches.lora.merging import plain_layer
 from sdfastgn.patches.swap.fusion import foreign_class, is_about, stock_class
 from sdfastgn.patches.swap.instance_entries import InstanceEntry, guard, unguard
 from sdfastgn.patches.swap.tested_sources import tested, unknown_source

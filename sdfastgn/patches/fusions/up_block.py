@@ -27,9 +27,6 @@ from sdfastgn.patches.swap.tested_sources import tested
 class FusedUpBlock2D(UpBlock2D):
     """``UpBlock2D`` with a faster concatenation.
 
-    One kernel concatenates the image and a skip from the first half of the UNet. It also computes the
-    statistics of the result, which the next norm reads.
-
     hidden_states (N, C, H, W), res_hidden_states_tuple: skips (N, C', H, W) -> (N, C_out, H', W'). The last
     skip is used first.
     """
@@ -55,9 +52,6 @@ class FusedUpBlock2D(UpBlock2D):
 
 class FusedCrossAttnUpBlock2D(CrossAttnUpBlock2D):
     """``CrossAttnUpBlock2D`` with a faster concatenation.
-
-    One kernel concatenates the image and a skip from the first half of the UNet. It also computes the
-    statistics of the result, which the next norm reads.
 
     Shapes: as in ``FusedUpBlock2D``. Here a transformer follows each ResNet block. Its context is
     encoder_hidden_states (N, tokens, D).

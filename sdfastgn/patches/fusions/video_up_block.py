@@ -22,9 +22,6 @@ from sdfastgn.patches.swap.tested_sources import tested
 class FusedUpBlockSpatioTemporal(UpBlockSpatioTemporal):
     """``UpBlockSpatioTemporal`` with a faster concatenation.
 
-    One kernel concatenates the image and a skip from the first half of the UNet. It also computes the
-    statistics of the result, which the next norm reads.
-
     hidden_states: (N * frames, C, H, W).
     """
 
@@ -48,9 +45,6 @@ class FusedUpBlockSpatioTemporal(UpBlockSpatioTemporal):
 
 class FusedCrossAttnUpBlockSpatioTemporal(CrossAttnUpBlockSpatioTemporal):
     """``CrossAttnUpBlockSpatioTemporal`` with a faster concatenation.
-
-    One kernel concatenates the image and a skip from the first half of the UNet. It also computes the
-    statistics of the result, which the next norm reads.
 
     hidden_states: (N * frames, C, H, W).
     """
@@ -86,9 +80,6 @@ class FusedCrossAttnUpBlockSpatioTemporal(CrossAttnUpBlockSpatioTemporal):
 class FusedUpBlockMotion(UpBlockMotion):
     """``UpBlockMotion`` with a faster concatenation.
 
-    One kernel concatenates the image and a skip from the first half of the UNet. It also computes the
-    statistics of the result, which the next norm reads.
-
     hidden_states: (N * frames, C, H, W).
     """
 
@@ -115,9 +106,6 @@ class FusedUpBlockMotion(UpBlockMotion):
 
 class FusedCrossAttnUpBlockMotion(CrossAttnUpBlockMotion):
     """``CrossAttnUpBlockMotion`` with a faster concatenation.
-
-    One kernel concatenates the image and a skip from the first half of the UNet. It also computes the
-    statistics of the result, which the next norm reads.
 
     hidden_states: (N * frames, C, H, W).
     """

@@ -27,7 +27,7 @@ from sdfastgn.patches.graphs.arguments import (
     structure_of,
 )
 from sdfastgn.patches.graphs.watch import Watch
-from sdfastgn.patches.lora.merged_adapters import frozen
+from sdfastgn.patches.lora.merging import frozen
 
 # PyTorch's id of the memory that belongs to no pool of CUDA graphs.
 _NO_POOL = (0, 0)

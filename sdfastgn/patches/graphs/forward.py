@@ -54,18 +54,15 @@ from sdfastgn.patches.graphs.models import (
     switched,
     takes_gigabytes,
 )
-from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy
+from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy, count_reason
 from sdfastgn.patches.graphs.random_numbers import undrawn
 from sdfastgn.patches.graphs.store import Store
 from sdfastgn.patches.graphs.training import Flags, TrainingGraph
 from sdfastgn.patches.graphs.watch import Watch
-from sdfastgn.patches.lora.adapter_survey import Survey
-from sdfastgn.patches.lora.merged_adapters import adopt_new, give_back, scaled
+from sdfastgn.patches.lora.adapter_survey import AdapterSurvey
+from sdfastgn.patches.lora.merging import adopt_new, give_back, scaled
 from sdfastgn.patches.offload.repeated import until_it_fits
 from sdfastgn.patches.swap.class_forward import MethodEntry, class_forward
-
-# Maximum number of reasons that are counted separately. Further reasons are counted as "other reasons".
-_MAX_REASONS = 64
 
 # Maximum number of graphs of one module for calls with gradients.
 _MAX_TRAINING_GRAPHS = 4
@@ -133,17 +130,17 @@ class _Current(NamedTuple):
     call: Call
     backend: Backend
     key: Any
-    survey: Survey
+    survey: AdapterSurvey
     scale: LoraScale
     as_stock: bool
 
     def refresh(self, watch: Watch | None = None, *, compares_later: bool = False) -> bool:
         """Write new merged weights, and new values of ``watch.factors``, into the memory that graphs read.
 
-        Returns False if the graphs cannot be used any more (``Survey.refresh`` and ``Factors.refresh`` say
-        when).
+        Returns False if the graphs cannot be used any more: ``AdapterSurvey.refresh`` and ``Factors.refresh``
+        say when.
 
-        ``compares_later``: as in ``Survey.refresh``.
+        ``compares_later``: as in ``AdapterSurvey.refresh``.
         """
         with self.backend.ordered():
             is_merged = self.survey.refresh(self.scale.factor, compares_later)
@@ -314,8 +311,7 @@ class GraphedForward(MethodEntry):
             reason = NO_MEMORY
             _free_memory()
             self._policy.pause_without_memory()  # even if there was nothing to free
-        is_counted = reason in self.eager or len(self.eager) < _MAX_REASONS
-        self.eager[reason if is_counted else "other reasons"] += 1
+        count_reason(self.eager, reason)
         self._check_code(as_stock)
         return self._run_eagerly(module, args, kwargs, as_stock)
 
@@ -469,7 +465,7 @@ class GraphedForward(MethodEntry):
             # than a call of a model without graphs.
             self._policy.check_pause()
             self._check_plan(module, args, kwargs, as_stock)
-        survey = store.survey or (Survey(module, False) if as_stock else self._survey_of(module))
+        survey = store.survey or (AdapterSurvey(module, False) if as_stock else self._survey_of(module))
         scale = LoraScale(module, kwargs, survey)
         call = Call(args, scale.kwargs, numbers_of(module) or {})
         reason = reason_for(module, call)
@@ -524,8 +520,8 @@ class GraphedForward(MethodEntry):
         """Why no call of ``module`` can run as a graph now; None if calls can."""
         return reason_now(module)
 
-    def _survey_of(self, module: nn.Module) -> Survey:
-        return Survey(module)
+    def _survey_of(self, module: nn.Module) -> AdapterSurvey:
+        return AdapterSurvey(module)
 
     def _key_of(self, module: nn.Module, call: Call) -> Any:
         """Returns the key of ``call``. Calls with equal keys are of one kind, and can share a graph."""
@@ -732,7 +728,7 @@ class _TrainingForward(GraphedForward):
     def _reason_now(self, module: nn.Module) -> str | None:
         return reason_in_training(module)
 
-    def _survey_of(self, module: nn.Module) -> Survey:
+    def _survey_of(self, module: nn.Module) -> AdapterSurvey:
         return Flags(module)
 
     def _is_planned(self, as_stock: bool) -> bool:

@@ -80,9 +80,10 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
     """
     if mode is not False and reason_of_cudnn(root.modules()) is not None:
         mode = False
-    for _, module in list(outermost(root)):
+    found = [module for _, module in outermost(root)]
+    for module in found:
         set_mode(module, mode, backend)
-    check_calls(root, [module for _, module in outermost(root) if _compares_calls(module)])
+    check_calls(root, list(filter(_compares_calls, found)))
 
 
 def set_mode(module: nn.Module, mode: str | bool, backend: Backend | None = None) -> None:
@@ -201,7 +202,6 @@ def _compares_calls(module: nn.Module) -> bool:
 
 
 def graphed_of(module: nn.Module) -> GraphedForward | None:
-    """The ``GraphedForward`` of ``module``, or None."""
     for name in _PLACES:
         value = vars(module).get(name)
         if isinstance(value, GraphedForward):

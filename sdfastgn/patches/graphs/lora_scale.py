@@ -4,7 +4,7 @@ The argument is called ``cross_attention_kwargs`` in UNets, and ``attention_kwar
 ``joint_attention_kwargs`` in transformers.
 
 diffusers multiplies the scales in all LoRA layers by this number when a forward begins, and divides them by
-this number when the forward ends. If all LoRA layers run with merged weights (``merged_adapters.py``), the
+this number when the forward ends. If all LoRA layers run with merged weights (``merging.py``), the
 number is removed from the arguments and becomes part of the merged weights. So calls with different scales
 share one graph.
 """
@@ -17,8 +17,8 @@ from typing import Any
 from torch import nn
 
 from sdfastgn.patches.graphs.models import lora_scale_of
-from sdfastgn.patches.lora.adapter_sources import is_class_of_scales
-from sdfastgn.patches.lora.adapter_survey import Survey
+from sdfastgn.patches.lora.adapter_survey import AdapterSurvey
+from sdfastgn.patches.lora.sources import is_class_of_scales
 
 _ITEM = "scale"
 
@@ -36,7 +36,7 @@ class LoraScale:
 
     __slots__ = ("factor", "in_forward", "is_left", "kwargs")
 
-    def __init__(self, module: nn.Module, kwargs: dict[str, Any], survey: Survey) -> None:
+    def __init__(self, module: nn.Module, kwargs: dict[str, Any], survey: AdapterSurvey) -> None:
         self.kwargs, self.factor, self.in_forward = kwargs, 1.0, 1.0
         name = lora_scale_of(module) or ""
         options = kwargs.get(name)

@@ -9,7 +9,7 @@ offloaded as a whole, its first six calls of a kind run eagerly after each move 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 from torch import nn
@@ -22,6 +22,8 @@ from sdfastgn.patches.swap.class_forward import is_offloaded_whole
 NO_MEMORY = "memory was short"
 # The reason given for an offloaded model's second to sixth call of a kind, which are too early for a capture.
 FEW_CALLS = "it is offloaded, and a capture takes as long as several calls"
+# Maximum number of reasons that are counted separately. Further reasons are counted as "other reasons".
+MAX_REASONS = 64
 # Maximum number of kinds of calls that are remembered. A model has more only if its calls hardly repeat.
 _MAX_REMEMBERED = 64
 # Graphs that are replayed fewer times than this, because the model changes, had a short life.
@@ -33,6 +35,12 @@ _CALLS_AFTER_MOVE = 6
 # Number of calls that run eagerly in the longest pause after changes of the model, and in the first pause
 # after memory was short.
 _MAX_PAUSE = 256
+
+
+def count_reason(counts: Counter[str], reason: str) -> None:
+    """Count a call that ran without a graph or plan for ``reason``."""
+    is_counted = reason in counts or len(counts) < MAX_REASONS
+    counts[reason if is_counted else "other reasons"] += 1
 
 
 class Policy:

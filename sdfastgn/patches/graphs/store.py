@@ -8,7 +8,7 @@ from typing import Any
 from sdfastgn.patches.graphs.arguments import Call
 from sdfastgn.patches.graphs.capture import AnyGraph, Backend
 from sdfastgn.patches.graphs.watch import Watch
-from sdfastgn.patches.lora.adapter_survey import Survey
+from sdfastgn.patches.lora.adapter_survey import AdapterSurvey
 
 # Maximum number of graphs that one module may have. Each graph is for one kind of call.
 MAX_GRAPHS = 8
@@ -32,7 +32,7 @@ class Store:
     def __init__(self) -> None:
         self.backend: Backend | None = None
         self.watch: Watch | None = None
-        self.survey: Survey | None = None
+        self.survey: AdapterSurvey | None = None
         self.captured = self.replays = self.dropped = 0
         self._graphs: OrderedDict[Any, AnyGraph] = OrderedDict()  # least recently used graph first
         self._replays_before = 0
@@ -48,7 +48,7 @@ class Store:
         """Number of replays since ``begin`` was last called: since the state of the module last changed."""
         return self.replays - self._replays_before
 
-    def begin(self, watch: Watch, survey: Survey) -> None:
+    def begin(self, watch: Watch, survey: AdapterSurvey) -> None:
         """Set the state (``watch``, ``survey``) of all graphs that will be added. The store must be empty."""
         self.watch, self.survey = watch, survey
         self._replays_before = self.replays

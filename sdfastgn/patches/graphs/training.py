@@ -27,17 +27,17 @@ from sdfastgn.kernels.common.private import copy_each, version_of
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, mapped, tensors_in
 from sdfastgn.patches.graphs.capture import Backend
 from sdfastgn.patches.graphs.watch import Watch
-from sdfastgn.patches.lora.adapter_survey import Survey
+from sdfastgn.patches.lora.adapter_survey import AdapterSurvey
 
 _requires_grad_of = attrgetter("requires_grad")
 
 
-class Flags(Survey):
+class Flags(AdapterSurvey):
     """Records which parameters of the model ``root`` require gradients, and notices when this changes.
 
-    Graphs with gradients are invalid after such a change, and if a module has backward hooks. A base
-    ``Survey`` keeps merged weights of adapters up to date. With gradients there are none, so this class takes
-    its place.
+    Graphs with gradients are invalid after such a change, and if a module has backward hooks. An
+    ``AdapterSurvey`` keeps merged weights of adapters up to date. With gradients there are none, so this
+    class takes its place.
     """
 
     def __init__(self, root: nn.Module) -> None:

@@ -61,7 +61,7 @@ from sdfastgn.patches.graphs.comparisons import (
 )
 from sdfastgn.patches.graphs.factors import Factors
 from sdfastgn.patches.graphs.models import switched, switches_of
-from sdfastgn.patches.lora.adapter_survey import Survey
+from sdfastgn.patches.lora.adapter_survey import AdapterSurvey
 from sdfastgn.patches.swap.class_forward import has_foreign_forward, is_offloaded_whole
 from sdfastgn.patches.swap.instance_entries import GUARDS
 from sdfastgn.patches.swap.numpy_numbers import is_numpy_constant
@@ -157,7 +157,7 @@ class Watch:
         root: nn.Module,
         is_harmless: Callable[[Any], bool] = lambda hook: False,
         device: torch.device | None = None,
-        survey: Survey | None = None,
+        survey: AdapterSurvey | None = None,
         has_factors: bool = True,
         unwatched: frozenset[str] = frozenset(),
         apart: Mapping[nn.Module, frozenset[str]] = types.MappingProxyType({}),

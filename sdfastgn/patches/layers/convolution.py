@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.kernels.product.op import linear
-from sdfastgn.patches.lora.merged_adapters import plain_layer
+from sdfastgn.patches.lora.merging import plain_layer
 from sdfastgn.patches.swap.fusion import is_unhooked, parameters_of
 
 # cuDNN fuses convolution, bias and ReLU only if the numbers of channels are multiples of this number, so that

@@ -17,7 +17,7 @@ from sdfastgn.kernels.act_linear.config import has_few_rows
 from sdfastgn.kernels.act_linear.op import act_linear
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.product.op import linear as product
-from sdfastgn.patches.lora.merged_adapters import plain_layer
+from sdfastgn.patches.lora.merging import plain_layer
 from sdfastgn.patches.swap.fusion import activation_of, is_unhooked, parameters_of
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sdfastgn.patches.layers.convolution import is_plain_conv
 from sdfastgn.patches.layers.group_norm import fused_activation, fused_norm, norm_act
 from sdfastgn.patches.layers.linear import fused_linear, linear_of
-from sdfastgn.patches.lora.merged_adapters import plain_layer
+from sdfastgn.patches.lora.merging import plain_layer
 from sdfastgn.patches.swap.fusion import parameters_of
 
 

@@ -22,7 +22,7 @@ from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.fp8 import product as fp8_product
 from sdfastgn.patches.layers.linear import parameters_of_plain
 from sdfastgn.patches.layers.rounding import rounded
-from sdfastgn.patches.lora.merged_adapters import plain_layer
+from sdfastgn.patches.lora.merging import plain_layer
 from sdfastgn.patches.lora.wrappers import wrapped_layer
 from sdfastgn.patches.swap.fusion import (
     dropped_out,

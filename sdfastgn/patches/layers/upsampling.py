@@ -22,7 +22,7 @@ from sdfastgn.kernels.upsample.conv import runs_in_phases, upsample_conv2d
 from sdfastgn.kernels.upsample.nearest import upsample_nearest_2x
 from sdfastgn.patches.layers.convolution import conv_without_bias, is_plain_conv, keeps_size
 from sdfastgn.patches.layers.statistics import add_bias, emits, store_statistics
-from sdfastgn.patches.lora.merged_adapters import plain_layer
+from sdfastgn.patches.lora.merging import plain_layer
 
 
 def conv_of_upsampled(conv: Any, x: Tensor) -> Tensor:

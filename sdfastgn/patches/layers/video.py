@@ -55,13 +55,13 @@ def is_faster_in_2d(conv: Any, x: Tensor) -> bool:
     return windows_pay(x.device, x.dtype, weight, conv.stride[0], conv.dilation[0], conv.groups)
 
 
-def channels_into(causal: Any, name: str) -> int:
-    """Number of channels that the convolution ``name`` in ``causal``, a causal convolution, reads.
+def channels_into(causal: Any) -> int:
+    """Number of channels that the convolution in ``causal``, a causal convolution, reads.
 
     0 if an adapter or other code has put a wrapper around one of the two. Then checks such as
     ``is_plain_conv3d`` return False.
     """
-    return getattr(getattr(causal, name, None), "in_channels", 0)
+    return getattr(getattr(causal, "conv", None), "in_channels", 0)
 
 
 def is_plain_conv3d(conv: Any, x: Tensor, C: int, kind: type[nn.Conv3d] = nn.Conv3d) -> bool:

@@ -18,17 +18,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import expiring, is_expired, refers_to, version_of
 from sdfastgn.kernels.low_rank.op import LowRankSums
-from sdfastgn.patches.lora.adapter_sources import (
+from sdfastgn.patches.lora.contents import Contents
+from sdfastgn.patches.lora.merged_weights import Record, is_record_of, read_on, records, write_prepared
+from sdfastgn.patches.lora.merging import adopt, runs_merged, unfuse
+from sdfastgn.patches.lora.prepared_sources import PreparedLayer
+from sdfastgn.patches.lora.sources import (
     OF_CONV,
     Source,
     active_adapters,
     is_class_of_scales,
     source_of,
 )
-from sdfastgn.patches.lora.contents import Contents
-from sdfastgn.patches.lora.merged_adapters import adopt, runs_merged, unfuse
-from sdfastgn.patches.lora.merged_weights import Record, is_record_of, read_on, records, write_prepared
-from sdfastgn.patches.lora.prepared_adapters import PreparedLayer
 from sdfastgn.patches.lora.wrappers import PEFT
 
 # Indices of the addresses of tensors and of merged weights in the list that ``_objects_now`` returns.
@@ -36,7 +36,7 @@ _ADDRESSES, _MERGED = 3, 4
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class Survey:
+class AdapterSurvey:
     """Keeps all merged weights of the model ``root`` up to date for its CUDA graphs.
 
     ``refresh`` compares everything from which the merged weights are computed. If a graph waited for this,
@@ -45,7 +45,7 @@ class Survey:
     change. ``has_same_tensors`` compares the rest while the GPU runs the graph. Beside the graph the GPU also
     compares the contents of all tensors, because PyTorch does not count all writes: ``has_same_contents``.
 
-    The constructor also gives stand-ins to wrappers that have none yet (``adopt`` in ``merged_adapters.py``).
+    The constructor also gives stand-ins to wrappers that have none yet (``adopt`` in ``merging.py``).
     With ``merges=False`` no layer counts as merged: the model runs stock's code.
 
     Attributes:

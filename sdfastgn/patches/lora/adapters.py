@@ -1,10 +1,11 @@
 """Finds layers with an adapter, such as a LoRA, and says why some of them run stock's code.
 
-peft replaces a layer of the model by a wrapper, which has the layer as its child. Wrappers of LoRAs run with
-merged weights (``merged_adapters.py``) where that is possible. Fusions call any other wrapper as stock's code
-does: the wrapper runs the layer and the adapter's small layers, and adds the results. peft is not imported
-here: a wrapper is recognized by the names of its children. Other code may use these names for modules without
-an adapter. So the report and ``strict=True`` name a wrapper only if its class is also based on one of peft.
+Here a wrapper is any layer of peft that has a layer of the model as its child. Those of LoRAs
+(``wrappers.py``) run with merged weights where that is possible. Fusions call any other wrapper as stock's
+code does: the wrapper runs the layer and the adapter's small layers, and adds the results. peft is not
+imported here: a wrapper is recognized by the names of its children. Other code may use these names for
+modules without an adapter. So the report and ``strict=True`` name a wrapper only if its class is also based
+on one of peft.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from sdfastgn.patches.lora.merged_adapters import has_new, is_allowed, waits, why_not
+from sdfastgn.patches.lora.merging import has_new, is_allowed, waits, why_not
 from sdfastgn.patches.swap.exclusive import call_entry
 from sdfastgn.patches.swap.fusion import stock_class
 
@@ -39,7 +40,7 @@ def takes_adapters(modules: Sequence[nn.Module]) -> bool:
 
 def adapted_layers(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """The wrapper of each layer with an adapter among ``modules``."""
-    return filter(_is_wrapper, modules)
+    return filter(_has_layer_inside, modules)
 
 
 def unmerged_layers(
@@ -66,7 +67,7 @@ def unmerged_layers(
 
 def is_adapted(layer: nn.Module) -> bool:
     """True if ``layer`` is peft's wrapper of a layer with an adapter."""
-    return _is_wrapper(layer) and _is_of_peft(layer)
+    return _has_layer_inside(layer) and _is_of_peft(layer)
 
 
 def has_adapters(root: nn.Module) -> bool:
@@ -124,7 +125,7 @@ def adapter_reason(layer: Any, merges: bool = True) -> str | None:
     )
 
 
-def _is_wrapper(module: nn.Module) -> bool:
+def _has_layer_inside(module: nn.Module) -> bool:
     return any(name in WRAPPED for name, _ in module.named_children())
 
 

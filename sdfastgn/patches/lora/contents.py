@@ -1,7 +1,7 @@
 """Notices when other code writes into the weights from which a copy was computed, whoever writes.
 
-sdfastgn computes copies from a model's weights: merged weights of adapters (``merged_adapters.py``) and
-weights in E4M3 (``fp8_product.py``). A copy must be computed again after its *sources*, the weights, have
+sdfastgn computes copies from a model's weights: merged weights of adapters (``merging.py``) and
+weights in E4M3 (``fp8/product.py``). A copy must be computed again after its *sources*, the weights, have
 changed. PyTorch's count of writes (``_version``) does not show each change: fused optimizers and writes
 through ``.data`` do not raise it. So contents are compared too: the GPU computes checksums, and the CPU
 compares them.

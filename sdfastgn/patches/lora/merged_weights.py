@@ -1,4 +1,4 @@
-"""Allocates, writes and frees the merged weights of stand-ins (``merged_adapters.py``).
+"""Allocates, writes and frees the merged weights of stand-ins (``merging.py``).
 
 The current stream writes the weights. Before a write, it waits for each other stream that has read
 merged weights since the last write. Before a read, the reading stream waits for the last write.
@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sdfastgn.kernels.common.private import current_raw_stream, expiring, is_expired
 from sdfastgn.kernels.low_rank.op import Factors, LowRankSums, Sum, add_low_rank
-from sdfastgn.patches.lora.adapter_sources import OF_CONV, Source
+from sdfastgn.patches.lora.sources import OF_CONV, Source
 from sdfastgn.patches.swap.fusion import parameters_of
 
 # Class of a layer -> number of sizes (channels, kernel size) that its constructor takes.
@@ -53,9 +53,9 @@ class Record:
         tensors: the tensors from which the weights were computed. Empty if there are no weights.
         key: the ``Source.key`` of the tensors from which the weights were computed. None if the weights are
             outdated.
-        touches: a number that grows with each event after which a ``Survey`` (``adapter_survey.py``) must
-            check the wrapper again: the merged weights were written or freed, or other code may have changed
-            a tensor from which they are computed.
+        touches: a number that grows with each event after which an ``AdapterSurvey`` must check the wrapper
+            again: the merged weights were written or freed, or other code may have changed a tensor from
+            which they are computed.
         written: (handle of the stream that wrote the weights last, event after this write).
         readers: objects that keep the weights' memory alive until their method ``release`` is called.
     """
@@ -119,18 +119,15 @@ class Record:
         ``written``: (handle of the stream that writes the weights, event after this write).
         """
         tensors = source.tensors
-        key = source.key(tensors)
+        key, kept = source.key(tensors), (self.tensors, self._storages)
         if self._places != key[:2] or any(map(is_expired, map(expiring, self._storages))):
-            self._places = key[:2]
-            self.tensors = tensors  # keeps the tensors alive, so that no other tensor gets their ids
-            self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
-        self.written = written
-        self.key = key
+            kept = tensors, [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        self.note_prepared(key, kept, written)
 
     def note_prepared(
         self, key: tuple[Any, ...], kept: Any, written: tuple[int, torch.cuda.Event | None]
     ) -> None:
-        """Record that the merged weights were computed from prepared parts (``prepared_adapters.py``).
+        """Record that the merged weights were computed from prepared parts (``prepared_sources.py``).
 
         Args:
             key: ``Source.key`` of the tensors from which the weights were computed: the layer's own weight
@@ -140,7 +137,7 @@ class Record:
             written: the same as for ``note``.
         """
         self._places, self.written = key[:2], written
-        self.tensors, self._storages = kept
+        self.tensors, self._storages = kept  # alive, so that no other tensor gets their ids
         self.key = key
 
     def touch(self) -> None:
@@ -251,7 +248,7 @@ def write_prepared(
     scales: Sequence[float],
     is_valid: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Compute merged weights from prepared parts (``prepared_adapters.py``), in the current stream.
+    """Compute merged weights from prepared parts (``prepared_sources.py``), in the current stream.
 
     Args:
         those: (record, key, kept) for each wrapper. ``key`` and ``kept`` are passed to

@@ -14,7 +14,7 @@ from typing import Any
 from peft.tuners.lora import layer as lora
 from torch import nn
 
-from sdfastgn.patches.lora import merged_adapters, merged_weights, wrappers
+from sdfastgn.patches.lora import merged_weights, merging, wrappers
 from sdfastgn.patches.lora.trained_adapters import trained
 from sdfastgn.patches.swap.fusion import register_fused
 
@@ -26,11 +26,11 @@ _DOORS = frozenset(("base_layer", "lora_A", "lora_B"))
 class _MergedLayer(nn.Module):
     """The methods that ``MergedLinear`` and ``MergedConv2d`` share.
 
-    They run merged weights (``merged_adapters.py``), and notice when other code may change the weights.
+    They run merged weights (``merging.py``), and notice when other code may change the weights.
     """
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        layer = None if args or kwargs else merged_adapters.merged_layer(self)
+        layer = None if args or kwargs else merging.merged_layer(self)
         return super().forward(x, *args, **kwargs) if layer is None else layer(x)
 
     def __getattr__(self, name: str) -> Any:

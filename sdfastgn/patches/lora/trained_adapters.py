@@ -1,9 +1,9 @@
 """Runs frozen linear layers with LoRA adapters in training, with fewer passes over their results.
 
-peft replaces a layer of the model by a *wrapper*. Its forward runs the layer. Then, for each adapter, it runs
-two small layers (A and B), multiplies their result by a scale, and adds it to the layer's result. Under
-autocast the layer and each A cast the input separately. Here the input is cast once, and the matrix product
-with B adds to the layer's result in place.
+The forward of a wrapper (``wrappers.py``) runs the layer in it. Then, for each adapter, it runs two small
+layers (A and B), multiplies their result by a scale, and adds it to the layer's result. Under autocast the
+layer and each A cast the input separately. Here the input is cast once, and the matrix product with B adds to
+the layer's result in place.
 
 Layers that read the same input can run as one layer: one matrix product with their weights, which lie side by
 side in memory (``layers/packed_weights.py``), one with all A, and one with all B. All steps are PyTorch's
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.lora.adapter_sources import Source, source_of
+from sdfastgn.patches.lora.sources import Source, source_of
 from sdfastgn.patches.lora.wrappers import is_wrapper
 from sdfastgn.patches.swap.fusion import is_unhooked, parameters_of
 

@@ -33,7 +33,7 @@ _PLAIN = (type(None), bool, int, float, str)
 _STEPS = {
     name: step
     for name, step in vars(steps).items()
-    if isinstance(step, FunctionType) and step.__module__ == steps.__name__ and name[0] != "_"
+    if isinstance(step, FunctionType) and step.__module__.startswith(steps.__name__)
 }
 _RECORDS = {kind.__name__: kind for kind in (steps.Group, steps.Channel, *MARKS)}
 # Key in a file -> the type of a value that the file has as its name in ``torch``, such as "float16".

@@ -150,7 +150,7 @@ def _bytes(n: Node) -> int:
 
 
 def _is_step(target: Any) -> bool:
-    return getattr(target, "__module__", None) == steps.__name__
+    return str(getattr(target, "__module__", "")).startswith(steps.__name__)
 
 
 def _kind(target: Any) -> str:

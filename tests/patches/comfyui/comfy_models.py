@@ -48,13 +48,26 @@ VAE = {**comfyui_models.VAE, "resolution": 64, "ch": 32, "ch_mult": [1, 2], "num
 
 def load_model(kind, **options):
     """A ``ModelPatcher`` from ComfyUI's own loader. options: the loader's ``model_options``."""
-    found = comfyui_models.load_model(KINDS[kind], **options)
+    import comfy.sd
+
+    unet = comfyui_models.unet(KINDS[kind])
+    with torch.inference_mode():  # ComfyUI runs every node in inference mode
+        weights = comfyui_models.random_weights(unet, torch.float32, "cpu", "model.diffusion_model.")
+        found, *_ = comfy.sd.load_state_dict_guess_config(
+            weights, output_vae=False, output_clip=False, model_options=options
+        )
     assert type(found.model).__name__ == {"sd15": "BaseModel", "sdxl": "SDXL"}[kind]
     return found
 
 
 def load_vae():
-    return comfyui_models.load_vae(VAE)
+    """ComfyUI's VAE with random weights, in the dtype that ComfyUI chooses."""
+    import comfy.sd
+    from comfy.ldm.models.autoencoder import AutoencoderKL
+
+    params = {"ddconfig": VAE, "embed_dim": VAE["z_channels"]}
+    weights = comfyui_models.random_weights(AutoencoderKL(**params), torch.float32, "cpu")
+    return comfy.sd.VAE(sd=weights, config={"params": params})
 
 
 def latent_of(model, kind, steps=2, **options):

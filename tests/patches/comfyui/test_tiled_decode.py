@@ -22,7 +22,7 @@ from sdfastgn.patches.comfyui import tiled_decode  # noqa: E402
 from sdfastgn.patches.comfyui.inject import eject, inject  # noqa: E402
 from sdfastgn.patches.comfyui.model_patcher import optimize_vae  # noqa: E402
 from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
-from sdfastgn.patches.fusions import strip_chain, strips  # noqa: E402
+from sdfastgn.patches.fusions import strip_chain  # noqa: E402
 from tests.patches import cases  # noqa: E402
 from tests.patches.cases import agree  # noqa: E402
 from tests.patches.comfyui import comfy_models  # noqa: E402
@@ -47,22 +47,6 @@ def stock():
 def nothing_loaded():
     yield
     model_management.unload_all_models()
-
-
-@pytest.fixture
-def held(monkeypatch):
-    """Makes strips small. Returns the list of the maps that are held from now on."""
-    monkeypatch.setattr(strips, "LEAST_ROWS", 4)
-    for name in ("MAPS_OF_A_TILE", "MAPS_OF_ATTENTION", "MOST_BYTES"):
-        monkeypatch.setattr(strip_chain, name, 0)
-    found = []
-
-    def note(layer, **options):
-        found.append(layer.shape)
-        return strips.hold(layer, **options)
-
-    monkeypatch.setattr(strip_chain, "hold", note)
-    return found
 
 
 def latents(N=1, H=15, W=19):

@@ -17,8 +17,8 @@ import sdfastgn
 from sdfastgn.kernels.common.e4m3 import quantized
 from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.fp8 import product as fp8_product
-from sdfastgn.patches.lora.adapter_survey import Survey
-from sdfastgn.patches.lora.merged_adapters import merged_layer
+from sdfastgn.patches.lora.adapter_survey import AdapterSurvey
+from sdfastgn.patches.lora.merging import merged_layer
 from tests.patches import changes
 from tests.patches.cases import WHERE, noise
 from tests.patches.fp8.blocks import CALLS, DIM, call, error, learn, made, state, twins
@@ -134,7 +134,7 @@ def test_graphs_get_new_weights_before_a_replay():
     fused, _, _ = twins()
     config = LoraConfig(r=2, target_modules=["net.2"], init_lora_weights=False)
     inject_adapter_in_model(config, fused).to(WHERE["device"], torch.float16)
-    survey, wrapper = Survey(fused), fused.ff.net[2]
+    survey, wrapper = AdapterSurvey(fused), fused.ff.net[2]
     learn(fused)
     merged, x = merged_layer(wrapper), noise(2, 24, 4 * DIM, dtype=torch.float16)
     product = fp8.product_of(wrapper.get_base_layer(), [merged.weight])

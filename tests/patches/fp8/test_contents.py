@@ -9,7 +9,7 @@ from peft import LoraConfig, inject_adapter_in_model
 import sdfastgn
 from sdfastgn.kernels.common.e4m3 import quantized
 from sdfastgn.patches.fp8 import models as fp8
-from sdfastgn.patches.lora import contents, merged_adapters
+from sdfastgn.patches.lora import contents, merging
 from sdfastgn.patches.lora.contents import Calls, Contents
 from tests.devices import DEVICES
 from tests.patches.cases import WHERE, noise
@@ -125,10 +125,10 @@ def test_a_copy_of_a_model_with_merged_weights():
     model = torch.nn.Sequential(torch.nn.Linear(12, 20), torch.nn.Linear(20, 20))
     config = LoraConfig(target_modules=["0", "1"], r=2, init_lora_weights=False)
     model, x = inject_adapter_in_model(config, model), torch.randn(3, 12)
-    merged_adapters.adopt(model)
+    merging.adopt(model)
     model(x)
     other, stock = copy.deepcopy(model), copy.deepcopy(model)
-    merged_adapters.release(stock)
+    merging.release(stock)
     for _ in range(2):
         for each in (other, stock):
             other(x)

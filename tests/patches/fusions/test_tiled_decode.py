@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import sdfastgn
 from sdfastgn.models.architectures import build_vae
-from sdfastgn.patches.fusions import strip_chain, strips, tiled_decode
+from sdfastgn.patches.fusions import strip_chain, tiled_decode
 from tests.patches.cases import agree
 from tests.patches.samples import randomize
 
@@ -30,23 +30,6 @@ def stock():
     down, up = ("DownEncoderBlock2D",) * 3, ("UpDecoderBlock2D",) * 3
     vae = AutoencoderKL(**sizes, down_block_types=down, up_block_types=up)
     return randomize(vae)
-
-
-@pytest.fixture
-def held(monkeypatch):
-    """Makes strips small. Returns the list of the maps that are held from now on."""
-    monkeypatch.setattr(strips, "LEAST_ROWS", 4)
-    monkeypatch.setattr(strip_chain, "MAPS_OF_A_TILE", 0)
-    monkeypatch.setattr(strip_chain, "MAPS_OF_ATTENTION", 0)
-    monkeypatch.setattr(strip_chain, "MOST_BYTES", 0)
-    found = []
-
-    def note(layer, **options):
-        found.append(layer.shape)
-        return strips.hold(layer, **options)
-
-    monkeypatch.setattr(strip_chain, "hold", note)
-    return found
 
 
 def latents(*shape, dtype=torch.float32):

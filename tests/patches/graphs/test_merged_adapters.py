@@ -16,7 +16,7 @@ import sdfastgn
 from sdfastgn.patches.graphs.capture import Graph
 from sdfastgn.patches.graphs.models import lora_scale_of
 from sdfastgn.patches.layout import channels_last
-from sdfastgn.patches.lora import adapter_survey, merged_adapters
+from sdfastgn.patches.lora import adapter_survey, merging
 from sdfastgn.patches.lora.merged_weights import Record, records
 from tests.patches.graphs.cases import (
     DEVICES,
@@ -152,7 +152,7 @@ def test_a_switch_keeps_the_graph(name, device, monkeypatch):
     SWITCHES[name](unet), SWITCHES[name](stock)
     expected = run(stock, inputs)
     with monkeypatch.context() as unrefreshed:  # so that this test can fail
-        unrefreshed.setattr(adapter_survey.Survey, "refresh", lambda self, *args: True)
+        unrefreshed.setattr(adapter_survey.AdapterSurvey, "refresh", lambda self, *args: True)
         assert (run(unet, inputs) - expected).abs().max() > 2e-3
     for _ in range(2):
         agree(run(unet, inputs), expected)
@@ -253,7 +253,7 @@ def test_known_adapters_are_switched_before_any_layer_is_looked_at(monkeypatch):
             weights(names, [0.5] * len(names))(model)
         same_results(unet, stock, inputs, 2)
     order = []
-    for owner, name in ((Graph, "run"), (adapter_survey.Survey, "_objects_now")):
+    for owner, name in ((Graph, "run"), (adapter_survey.AdapterSurvey, "_objects_now")):
         method = getattr(owner, name)
         monkeypatch.setattr(
             owner, name, lambda *args, name=name, method=method: order.append(name) or method(*args)
@@ -315,8 +315,8 @@ def test_tensors_are_compared_while_the_graph_runs(monkeypatch):
         monkeypatch.setattr(owner, name, lambda *args: order.append(name) or method(*args))
 
     noted(Graph, "run")
-    noted(adapter_survey.Survey, "_settings_now")
-    noted(adapter_survey.Survey, "_objects_now")
+    noted(adapter_survey.AdapterSurvey, "_settings_now")
+    noted(adapter_survey.AdapterSurvey, "_objects_now")
     run(unet, inputs)
     assert order == ["_settings_now", "run", "_objects_now"]
     order.clear()
@@ -332,7 +332,7 @@ def test_a_graph_waits_for_weights_that_an_eager_call_has_written(monkeypatch):
     for model in (unet, stock):
         weights(["a"], [-0.5])(model)
     with torch.no_grad():
-        assert merged_adapters.merged_layer(wrappers(unet)[0]) is not None  # writes all weights
+        assert merging.merged_layer(wrappers(unet)[0]) is not None  # writes all weights
     waited, wait = [], Record.wait
     monkeypatch.setattr(Record, "wait", lambda self: waited.append(self) or wait(self))
     agree(run(unet, inputs), run(stock, inputs))
@@ -599,7 +599,7 @@ def test_merged_weights_are_given_back_if_memory_is_short():
     same_results(unet, stock, inputs, 3)
 
     def run_out(*_):
-        if any(map(merged_adapters.is_merged, unet.modules())):
+        if any(map(merging.is_merged, unet.modules())):
             raise torch.OutOfMemoryError("for the test")
 
     unet.mid_block.register_forward_pre_hook(run_out)
@@ -617,7 +617,7 @@ def test_merged_weights_are_given_back_after_graphs():
     forward, alive = type(unet).forward, []
 
     def run_out(model, *args, **kwargs):
-        if model is unet and any(map(merged_adapters.is_merged, unet.modules())):
+        if model is unet and any(map(merging.is_merged, unet.modules())):
             alive.append(state(unet).alive)
             raise torch.OutOfMemoryError("for the test")
         return forward(model, *args, **kwargs)

@@ -263,13 +263,13 @@ def test_a_model_that_changes_at_each_call_is_left_alone():
 
 
 def test_a_call_in_a_pause_looks_at_nothing(monkeypatch):
-    """It must cost no more than a call of a model without graphs. A ``Survey`` takes milliseconds."""
+    """It must cost no more than a call of a model without graphs. An ``AdapterSurvey`` takes milliseconds."""
     unet, stock, inputs = make(mode=True)
     for _ in range(4):
         replaced_parameter(unet), replaced_parameter(stock)
         run(unet, inputs)
     looks = []
-    monkeypatch.setattr(forward, "Survey", looks.append)
+    monkeypatch.setattr(forward, "AdapterSurvey", looks.append)
     agree(run(unet, inputs), run(stock, inputs))
     assert "the model changes too often" in reasons_of(unet)
     assert looks == []

@@ -9,7 +9,7 @@ from peft import LoraConfig
 
 import sdfastgn
 from sdfastgn.patches.graphs import install as cuda_graphs
-from sdfastgn.patches.lora import adapter_survey, contents, merged_adapters
+from sdfastgn.patches.lora import adapter_survey, contents, merging
 from tests.patches.graphs.cases import DEVICES, agree, make, run, same_results
 from tests.patches.writers import WRITERS
 
@@ -82,7 +82,7 @@ def test_nothing_is_written_again_without_a_write(mode, monkeypatch):
     unet, stock, inputs = with_adapter(mode=mode)
     same_results(unet, stock, inputs, 3)
     wrote = []
-    monkeypatch.setattr(merged_adapters, "write", lambda *args: wrote.append(args))
+    monkeypatch.setattr(merging, "write", lambda *args: wrote.append(args))
     monkeypatch.setattr(adapter_survey, "write_prepared", lambda *args: wrote.append(args))
     same_results(unet, stock, inputs, 3)
     assert wrote == []

@@ -17,9 +17,9 @@ from sdfastgn.kernels.common import dispatch
 from sdfastgn.patches.code import checked
 from sdfastgn.patches.graphs.forward import GraphedForward
 from sdfastgn.patches.layout import channels_last
-from sdfastgn.patches.lora import merged_adapters, merged_weights
-from sdfastgn.patches.lora.merged_adapters import is_merged
+from sdfastgn.patches.lora import merged_weights, merging
 from sdfastgn.patches.lora.merged_weights import records
+from sdfastgn.patches.lora.merging import is_merged
 from sdfastgn.patches.swap import exclusive
 from tests.coverage import networks
 from tests.patches.cases import agree, noise
@@ -232,7 +232,7 @@ def test_merge_adapters_false_also_for_later_adapters():
     assert is_all_merged(model)
     sdfastgn.optimize(model, merge_adapters=False)
     sdfastgn.restore(model)
-    assert merged_adapters.is_allowed(model)
+    assert merging.is_allowed(model)
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
-"""Prepares the source of a wrapper (``adapter_sources.py``) once for each adapter, whatever its scale.
+"""Prepares the source of a wrapper (``sources.py``) once for each adapter, whatever its scale.
 
-When other adapters become active, or get other scales, a ``Survey`` (``adapter_survey.py``) only combines
-prepared parts. That is possible while all tensors and layers are as they were when the parts were prepared.
+When other adapters become active, or get other scales, an ``AdapterSurvey`` (``adapter_survey.py``) only
+combines prepared parts. That is possible while all tensors and layers are as they were when the parts were
+prepared.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sdfastgn.kernels.low_rank.op import Factors, Matrix, Pair, Sum, matrix_of, pair_of
-from sdfastgn.patches.lora.adapter_sources import Source, adapter_of, is_plain_adapter, state_of
 from sdfastgn.patches.lora.merged_weights import Record, bias_factors, bias_or_zeros
+from sdfastgn.patches.lora.sources import Source, adapter_of, is_plain_adapter, state_of
 from sdfastgn.patches.swap.fusion import parameters_of
 
 

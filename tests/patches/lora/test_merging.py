@@ -17,8 +17,8 @@ from triton.runtime.errors import OutOfResources
 import sdfastgn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.models.architectures import build_unet, unet_inputs
-from sdfastgn.patches.lora import merged_adapters, merged_weights
-from sdfastgn.patches.lora.merged_adapters import adopt, is_merged, merged_layer, release
+from sdfastgn.patches.lora import merged_weights, merging
+from sdfastgn.patches.lora.merging import adopt, is_merged, merged_layer, release
 from sdfastgn.patches.lora.wrappers import subclasses
 from tests.kernels.samples import interpreted, kernels
 
@@ -205,7 +205,7 @@ def test_layers_that_are_not_merged(name):
     adopt(model)
     assert merged_layer(model[0]) is not None
     change(model)
-    assert words in merged_adapters.why_not(model[0])
+    assert words in merging.why_not(model[0])
     assert merged_layer(model[0]) is None
     assert adopt(model) == []
     assert not is_merged(model[0])  # its memory is free again

@@ -1,9 +1,6 @@
-"""The steps of a plan: this package's kernels, and ops of aten that keep tensors channels-last.
+"""Steps of images (N, C, H, W) and videos (N, C, T, H, W): pads, convolutions, norms of channels, sums.
 
-Any layout of an argument gives the right result, because kernels check layouts and copy where they must. A
-step whose name ends with "_" writes over its first argument. Passes use it only where nobody else reads that
-argument. Other steps write nothing that existed before. Steps call aten and never ``torch.nn.functional``,
-because a trace has already run what other code may have put there.
+Their results are channels-last.
 """
 
 from __future__ import annotations
@@ -15,103 +12,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sdfastgn.kernels.act_linear import op as act_linear_op
-from sdfastgn.kernels.ada_norm import op as ada_norm_op
-from sdfastgn.kernels.attention import few_keys, over_frames, wide_heads
 from sdfastgn.kernels.channel_norm import op as channel_norm_op
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.activations import ACTIVATIONS
-from sdfastgn.kernels.common.layout import empty_laid_out, is_channels_last, is_dense, laid_out
-from sdfastgn.kernels.common.private import scaled_dot_product_attention
+from sdfastgn.kernels.common.layout import empty_laid_out, is_channels_last, is_dense, laid_out, writable
 from sdfastgn.kernels.convolution import windows
-from sdfastgn.kernels.geglu import gated as gated_op
 from sdfastgn.kernels.group_norm import op as group_norm_op
-from sdfastgn.kernels.layer_norm import grouped
-from sdfastgn.kernels.layer_norm import op as layer_norm_op
 from sdfastgn.kernels.pad_frames import op as pad_frames_op
 from sdfastgn.kernels.product import op as product_op
-from sdfastgn.kernels.product import packed
-from sdfastgn.kernels.quantize_rows import op as quantize_rows_op
-from sdfastgn.kernels.rotate import op as rotate_op
 from sdfastgn.kernels.statistics import op as statistics_op
 from sdfastgn.kernels.upsample import conv as upsample_op
 from sdfastgn.kernels.upsample import nearest as nearest_op
+from sdfastgn.plans.run.steps.views import cat
 
 aten = torch.ops.aten
 
 
-# ---- views and copies: a copy is made only where no view has the shape
-
-
-def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """x in another shape. An image or video that has to be copied becomes channels-last where possible."""
-    try:
-        return x.view(shape)
-    except RuntimeError:
-        pass
-    return _channels_last_reshape(x, shape) if len(shape) in (4, 5) else x.reshape(shape)
-
-
-def _channels_last_reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """``x.reshape(shape)``; channels-last if the channels of the result are whole axes of x."""
-    first, samples = 0, 1
-    while samples < shape[0]:
-        samples, first = samples * x.shape[first], first + 1
-    end, channels = first, 1
-    while end < x.dim() and channels < shape[1]:
-        channels, end = channels * x.shape[end], end + 1
-    if (samples, channels) != tuple(shape[:2]) or end == first:
-        return x.reshape(shape)
-    last = x.permute(*range(first), *range(end, x.dim()), *range(first, end))
-    return last.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
-
-
-def permute(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    return x.permute(dims)
-
-
-def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
-    return x.expand(shape)
-
-
-def cut(x: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """``length`` elements of axis ``dim`` from ``start`` on."""
-    return x.narrow(dim, start, length)
-
-
-def copy(x: Tensor) -> Tensor:
-    return x.clone()
-
-
-def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype)
-
-
-def write_slice_(x: Tensor, part: Tensor, *where: Any) -> Tensor:
-    """Writes ``part`` into a slice of x. ``where``: dim, start, end and step, as for ``aten.slice``."""
-    x = _writable(x)
-    aten.slice.Tensor(x, *where).copy_(part)
-    return x
-
-
-def write_select_(x: Tensor, part: Tensor, dim: int, index: int) -> Tensor:
-    """Writes ``part`` into ``x.select(dim, index)``."""
-    x = _writable(x)
-    x.select(dim, index).copy_(part)
-    return x
-
-
-def _in_channels_last(x: Tensor) -> Tensor:
-    return x if is_channels_last(x) else laid_out(x, channels_last=True)
-
-
-def cat(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """``aten.cat``. The result is channels-last if a part is, except along axis 0."""
-    rank = parts[0].dim()
-    if rank > 3 and dim and any(map(is_channels_last, parts)):
-        last = rank - 1 if dim == 1 else dim - 1
-        return aten.cat.default([part.movedim(1, -1) for part in parts], last).movedim(-1, 1)
-    return aten.cat.default(parts, dim)
+# ---- pads and sizes
 
 
 _PADS = {
@@ -174,7 +91,7 @@ def upsample(x: Tensor, times: Sequence[int], first_once: bool) -> Tensor:
     return _in_channels_last(nearest.default(x, size))
 
 
-# ---- convolutions and products
+# ---- convolutions
 
 
 def conv(
@@ -264,11 +181,6 @@ def upsample_conv(x: Tensor, weight: Tensor, bias: Tensor | None, emits: bool) -
     return add_bias_(_in_channels_last(y), bias, emits)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias``."""
-    return product_op.linear(x, weight, bias)
-
-
 def nested_filters(outer: Tensor, inner: Tensor) -> Tensor:
     """Filters of cells whose elements are cells themselves: (a, b C, *K) and (b, C, *k) -> (a b, C, *K k).
 
@@ -296,117 +208,7 @@ def matrix_of_cells(filters: Tensor, scale: float, dtype: torch.dtype, transpose
     return y.view(y.shape[0] * C, -1)
 
 
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """GELU, in its tanh form, of ``linear``: on a GPU, the matrix product computes it in 16 bits."""
-    is_half = x.dtype == weight.dtype == bias.dtype and x.dtype.itemsize == 2
-    if not (x.is_cuda and x.numel() and is_half):
-        return ACTIVATIONS["gelu_tanh"](linear(x, weight, bias))
-    rows = x.reshape(-1, x.shape[-1])
-    y = aten._addmm_activation.default(bias, rows, weight.t(), use_gelu=True)
-    return y.view(*x.shape[:-1], len(weight))
-
-
-def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Sequence[Tensor]:
-    """``linear`` of x with each weight; one product if the parameters are packed. ``biases`` may be empty."""
-    weight, bias = packed.joined(weights), packed.joined(biases) if biases else None
-    if weight is None or (biases and bias is None):
-        return [linear(x, w, biases[i] if biases else None) for i, w in enumerate(weights)]
-    return linear(x, weight, bias).split([len(w) for w in weights], -1)
-
-
-def quantize_rows(
-    x: Tensor,
-    activation: str = "identity",
-    second: Tensor | None = None,
-    second_activation: str = "identity",
-    multiplies: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """(rows in E4M3, a scale for each): see ``kernels/quantize_rows``. x (..., K) may have any rank >= 2."""
-    parts = _samples_of_rows(x), None if second is None else _samples_of_rows(second)
-    y, scales = quantize_rows_op.quantize_rows(parts[0], activation, parts[1], second_activation, multiplies)
-    return y.view(*x.shape[:-1], y.shape[-1]), scales.view(x.shape[:-1])
-
-
-def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``quantize_rows`` of a parameter. Plans can read a copy instead, which is made once."""
-    return quantize_rows(weight.detach())
-
-
-def _samples_of_rows(x: Tensor) -> Tensor:
-    """x (..., K) as (B, S, K): a view wherever strides allow it."""
-    return x.unsqueeze(0) if x.dim() == 2 else x.flatten(0, -3)
-
-
-def linear_e4m3(
-    x: Tensor,
-    x_scales: Tensor,
-    weight: Tensor,
-    weight_scales: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """``linear`` of rows in E4M3 with a weight in E4M3. ``dtype``: of the result."""
-    return product_op.linear_of_rows(x, weight, (x_scales, weight_scales), bias, dtype)
-
-
-def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """``total + x @ weight.T``, written over total if it is contiguous."""
-    if not total.is_contiguous():
-        return total + aten.linear.default(x, weight)
-    product_op.add_linear_(total.view(-1, total.shape[-1]), x.reshape(-1, x.shape[-1]), weight)
-    return total
-
-
-def act_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, extra: Tensor | None
-) -> Tensor:
-    """``linear(activation(x))`` for few rows, plus ``extra``, a second bias."""
-    return act_linear_op.act_linear(x, weight, bias, activation, extra_bias=extra)
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
-    """``aten.scaled_dot_product_attention`` without dropout."""
-    is_positive = mask is None and (scale is None or scale > 0)
-    if is_positive and (y := over_frames.attend_in_samples(q, k, v, is_causal, scale)) is not None:
-        return y
-    is_plain = is_positive and not is_causal
-    if is_plain and q.dim() == 4 and k.shape == v.shape and k.shape[:2] == q.shape[:2] and q.dtype == v.dtype:
-        if wide_heads.runs_in_chunks(q, k, v):
-            return wide_heads.wide_attention(q, k, v, scale=scale)
-        y = few_keys.attend_to_few(q, k, v, scale) if k.shape[2] <= few_keys.MAX_KEYS else None
-        if y is not None:
-            return y.unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
-    return scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-
-
-def attention_to_first(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float | None, enable_gqa: bool
-) -> Tensor:
-    """``attention`` to the first ``keys`` keys. The heads of a token lie side by side in the result.
-
-    Baked plans take one layout for granted. Which kernel runs depends on the numbers of keys.
-
-    ``keys``: on the CPU; (1,), or a number for each sample, if q, k and v are (N, H, S, D).
-    """
-    counts = [int(n) for n in keys]  # a recording notes that this reads values, unlike ``tolist``
-    if len({*counts}) > 1:
-        samples = zip(*(t.split(1) for t in (q, k, v, keys)), strict=True)
-        parts = [attention_to_first(a, b, c, n, scale, enable_gqa).transpose(1, 2) for a, b, c, n in samples]
-        return torch.cat(parts).transpose(1, 2)
-    k, v = (t[..., : counts[0], :] for t in (k, v))
-    y = attention(q, k, v, None, False, scale, enable_gqa)
-    return y.transpose(1, 2).contiguous().transpose(1, 2) if y.dim() == 4 else y.contiguous()
-
-
-# ---- norms and sums
+# ---- norms
 
 
 class Group(NamedTuple):
@@ -551,6 +353,9 @@ def _padded_statistics(statistics: Any, x: Tensor, front: int, back: int) -> Any
     return _statistics_of(padded, N, (front + T + back) * H * W)
 
 
+# ---- sums
+
+
 def add(
     h: Tensor,
     residual: Tensor,
@@ -611,7 +416,7 @@ def add_bias_(
             return statistics_op.add_kernel(h, None, bias, 1.0, emits=emits, out=h, activation=activation)
         except dispatch.KernelError:
             pass
-    return ACTIVATIONS[activation](_writable(h).add_(_per_channel(bias, h))), None
+    return ACTIVATIONS[activation](writable(h).add_(_per_channel(bias, h))), None
 
 
 def cat_two(a: Tensor, b: Tensor, emits: bool) -> tuple[Tensor, Any]:
@@ -630,126 +435,13 @@ def cat_two(a: Tensor, b: Tensor, emits: bool) -> tuple[Tensor, Any]:
     return cat((a, b), 1), None
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """A LayerNorm of the last axis."""
-    return layer_norm_op.layer_norm(x, weight, bias, eps)
-
-
-def add_layer_norm(
-    a: Tensor,
-    b: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    total_bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """(layer_norm(a + b), a + b + total_bias)."""
-    return layer_norm_op.add_layer_norm(a, b, weight, bias, eps, total_bias=total_bias)
-
-
-def grouped_layer_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    rows: Tensor,
-    period: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    total_bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """(layer_norm(u), u + total_bias), where row i of u is x + residual + rows[i // period % number]."""
-    groups = grouped.Groups(period, rows.contiguous())
-    parts = x.contiguous(), None if residual is None else residual.contiguous()
-    return grouped.grouped_layer_norm(
-        parts[0], weight, bias, eps, groups, residual=parts[1], total_bias=total_bias
-    )
-
-
-def ada_norm(
-    x: Tensor,
-    branch: Tensor | None,
-    gate: Tensor | None,
-    branch_norm: Sequence[Any] | None,
-    norm: Sequence[Any] | None,
-    factor: Tensor | None,
-    offset: Tensor | None,
-    has_tanh: bool,
-    adds_one: bool,
-    keeps_total: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """(x + gate * branch_norm(branch), norm of it * factor + offset). The norms: see ``ada_norm.Norm``."""
-    inner, outer = (None if n is None else ada_norm_op.Norm(*n) for n in (branch_norm, norm))
-    flags = {"tanh": has_tanh, "plus_one": adds_one, "keeps_total": keeps_total}
-    return ada_norm_op.ada_norm(x, branch, gate, inner, outer, factor, offset, **flags)
-
-
-def ada_norm_in_e4m3(
-    x: Tensor,
-    branch: Tensor | None,
-    gate: Tensor | None,
-    branch_norm: Sequence[Any] | None,
-    norm: Sequence[Any],
-    factor: Tensor | None,
-    offset: Tensor | None,
-    has_tanh: bool,
-    adds_one: bool,
-    keeps_total: bool,
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """(the sum of ``ada_norm``, its norm in E4M3, a scale for each row)."""
-    inner = None if branch_norm is None else ada_norm_op.Norm(*branch_norm)
-    flags = {"tanh": has_tanh, "plus_one": adds_one, "keeps_total": keeps_total}
-    outer = ada_norm_op.Norm(*norm)
-    return ada_norm_op.ada_norm_in_e4m3(x, branch, gate, inner, outer, factor, offset, **flags)
-
-
-def rotate(
-    x: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-    halves: bool = False,
-    bias: Tensor | None = None,
-    layer: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Norm and rotary embedding of rows of heads: see ``rotate``.
-
-    ``cos`` may be complex. It then has both numbers, and there is no ``sin``.
-    """
-    if cos is not None and cos.is_complex():
-        cos = torch.view_as_real(cos.resolve_conj()).flatten(-2)
-    return rotate_op.rotate(x, cos, sin, weight, eps, out, halves, bias, layer)
-
-
-def join_heads(parts: Sequence[Sequence[Any]]) -> Tensor:
-    """Heads (B, S, H, D) of several groups of tokens side by side. A part has the arguments of ``rotate``."""
-    B, _, H, D = parts[0][0].shape
-    y = parts[0][0].new_empty((B, sum(x.shape[1] for x, *_ in parts), H, D))
-    at = 0
-    for x, cos, sin, weight, eps, halves, bias, layer in parts:
-        rotate(x, cos, sin, weight, eps, halves, bias, layer, y.narrow(1, at, x.shape[1]))
-        at += x.shape[1]
-    return y
-
-
-def gated(value: Tensor, gate: Tensor, activation: str) -> Tensor:
-    """``value * activation(gate)``. Rows are along the axis whose elements are neighbors: the last, or 1."""
-    if value.dim() > 3 and value.stride(1) == 1:
-        value, gate = value.movedim(1, -1), gate.movedim(1, -1)
-        return gated_op.gated(value, gate, activation).movedim(-1, 1)
-    return gated_op.gated(value, gate, activation)
+def _in_channels_last(x: Tensor) -> Tensor:
+    return x if is_channels_last(x) else laid_out(x, channels_last=True)
 
 
 def _as_video(x: Tensor) -> Tensor:
     """(N, C, *spatial) -> (N, C, T, H, W), a view: an image is one frame."""
     return x.view(*x.shape[:2], *[1] * (5 - x.dim()), *x.shape[2:])
-
-
-def _writable(x: Tensor) -> Tensor:
-    """x, or a copy if several elements of x share memory, as after ``expand``."""
-    repeats = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.contiguous() if repeats else x
 
 
 def _per_channel(bias: Tensor, h: Tensor) -> Tensor:

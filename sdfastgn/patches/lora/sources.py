@@ -1,6 +1,6 @@
 """Finds the *source* of a wrapper: the tensors and scales from which its merged weight is computed.
 
-``wrappers.py`` says what a wrapper is, and ``merged_adapters.py`` what a merged weight is.
+``wrappers.py`` says what a wrapper is, and ``merging.py`` what a merged weight is.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ computed again into the same memory. So a CUDA graph that reads this memory stay
 
 - Calls without graphs compare layer by layer (``merged_layer``). At the first layer of each call of the
   model, the contents of all layers are compared (``_group_of``).
-- When a graph is replayed, a ``Survey`` (``adapter_survey.py``) compares all layers of a model at once, in
-  loops that run in C. If the replay has read old weights, it is repeated.
+- When a graph or a plan runs, an ``AdapterSurvey`` compares all layers of a model at once, in loops that run
+  in C. If the graph has read old weights, it runs again.
 
 With gradients nothing is merged (``trained_adapters.py``). peft's own code runs under a compiler, in traces,
 where no kernels run, if merging is forbidden (``allow``) or memory is too short for it, and for every layer
@@ -33,7 +33,6 @@ import torch
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.lora.adapter_sources import Source, active_adapters, source_of, state_of
 from sdfastgn.patches.lora.contents import Calls, Contents
 from sdfastgn.patches.lora.merged_weights import (
     Record,
@@ -44,6 +43,7 @@ from sdfastgn.patches.lora.merged_weights import (
     records,
     write,
 )
+from sdfastgn.patches.lora.sources import Source, active_adapters, source_of, state_of
 from sdfastgn.patches.lora.wrappers import has_subclass, is_wrapper, subclasses
 from sdfastgn.patches.swap.class_forward import change_class
 from sdfastgn.patches.swap.fusion import restore_class
@@ -100,7 +100,7 @@ class _Siblings:
     def compare(self) -> None:
         """Compare the contents of all sources. Merged weights of other contents are outdated from now on.
 
-        Weights whose contents are not known here are outdated too: only a ``Survey`` has written them.
+        Weights whose contents are not known here are outdated too: an ``AdapterSurvey`` has written them.
         """
         batches, self.batches = self.batches, []
         for contents, written in batches:
@@ -455,7 +455,6 @@ def frozen() -> Iterator[None]:
 
 
 def is_frozen() -> bool:
-    """True inside of ``frozen``."""
     return _is_frozen.get()
 
 
