@@ -48,12 +48,6 @@ WRONG = [
         "shift is None and (scale is None or",
         "True or (scale is None or",
     ),
-    Wrong(
-        "a scaled norm is read by all",
-        "norms",
-        'not is_only(norm) or norm.args[5] != "identity" or norm.args[8]',
-        'norm.args[5] != "identity" or norm.args[8]',
-    ),
     Wrong("a scale of videos is one of frames", "norms", " or norm.args[8]:", ":"),
     Wrong(
         "frames are neither scaled nor shifted",
