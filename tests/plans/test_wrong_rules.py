@@ -48,13 +48,7 @@ WRONG = [
         "shift is None and (scale is None or",
         "True or (scale is None or",
     ),
-    Wrong("a scale of videos is one of frames", "norms", " or norm.args[8]:", ":"),
-    Wrong(
-        "frames are neither scaled nor shifted",
-        "frames",
-        "return None if ada or (framewise",
-        "return None if (framewise",
-    ),
+    Wrong("a scale of videos is one of frames", "norms", " or norm.args[8]:", ":", first=2410),
     Wrong(
         "a norm of channels has any axis", "norms", "[a % rank(x) for a in axes] == [axis]", "len(axes) == 1"
     ),
