@@ -288,7 +288,7 @@ HUNYUAN = {
     "spatial_compression_ratio": 2,
     "temporal_compression_ratio": 2,
 }
-calls("AutoencoderKLHunyuanVideo15", HUNYUAN, encode=(1, 3, 3, 8, 8), decode=(1, 4, 2, 3, 3))
+calls("AutoencoderKLHunyuanVideo15", HUNYUAN, encode=(1, 3, 3, 8, 8), decode=(1, 4, 2, 5, 7))
 calls("AutoencoderKLHunyuanImageRefiner", HUNYUAN, encode=(1, 3, 3, 8, 8), decode=(1, 4, 2, 3, 3))
 calls(
     "AutoencoderKLCogVideoX",

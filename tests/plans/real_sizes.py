@@ -97,6 +97,25 @@ SVD = VIDEO_NETWORKS["svd"]["vae"]
 NETWORKS = {
     "SD1.5, UNet, batch 2": unet("sd15", 64),
     "SDXL, UNet, batch 2": unet("sdxl", 128, **CONDITIONS),
+    "Kandinsky 3, UNet 1024x1024, batch 2": Network(
+        "Kandinsky3UNet",
+        {},
+        torch.float16,
+        "forward",
+        {
+            "sample": (2, 4, 128, 128),
+            "timestep": 500,
+            "encoder_hidden_states": (2, 128, 4096),
+            "encoder_attention_mask": (2, 128),
+        },
+    ),
+    "ConsistencyDecoderVAE, UNet 512x512": Network(
+        "ConsistencyDecoderVAE",
+        {},
+        torch.float16,
+        "decoder_unet",
+        {"sample": (1, 7, 512, 512), "timestep": 500},
+    ),
     "SD1.5, decode 1024x1024": decoder("AutoencoderKL", 1, 4, 128, 128, dtype=torch.float16, **VAES["sd15"]),
     "TAESD, decode 512x512": Network("AutoencoderTiny", {}, torch.float16, "decode", {"x": (1, 4, 64, 64)}),
     "Qwen-Image, decode 1024x1024": decoder("AutoencoderKLQwenImage", 1, 16, 1, 128, 128),

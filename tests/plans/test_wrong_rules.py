@@ -36,6 +36,20 @@ WRONG = [
     Wrong("a rounding between two casts is lost", "nodes", "return are_floats and ", "return are_floats or "),
     Wrong("two activations are one", "norms", ' or norm.args[5] != "identity":', ":"),
     Wrong(
+        "a scale is any sum",
+        "norms",
+        "if is_one_plus(t) else None",
+        "if has(t, aten.add.Tensor) else None",
+        first=553,
+    ),
+    Wrong(
+        "a shift may come before a scale",
+        "norms",
+        "shift is None and (scale is None or",
+        "True or (scale is None or",
+    ),
+    Wrong("a scale of videos is one of frames", "norms", " or norm.args[8]:", ":", first=2410),
+    Wrong(
         "a norm of channels has any axis", "norms", "[a % rank(x) for a in axes] == [axis]", "len(axes) == 1"
     ),
     Wrong(

@@ -29,13 +29,12 @@ from sdfastgn.plans.rewrite.nodes import (
     has,
     has_kernels,
     is_only,
-    number,
     operands,
     ordered,
     rank,
     shape,
 )
-from sdfastgn.plans.rewrite.norms import ACTIVATIONS, mean_square_norm, widened
+from sdfastgn.plans.rewrite.norms import ACTIVATIONS, is_one_plus, mean_square_norm, widened
 from sdfastgn.plans.rewrite.rules import from_the_last
 from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.aliases import adds_bias_apart
@@ -141,7 +140,7 @@ def _step(r: Rewriter, total: _Sum | None, found: _Modulated | None) -> Node:
             gate, has_tanh = gate.args[0], True  # type: ignore[union-attr]
     if found is not None:
         norm, factor, offset = found.norm[1:], found.factor, found.offset
-        if _is_one_plus(factor):
+        if is_one_plus(factor):
             factor, adds_one = factor.args[0], True  # type: ignore[union-attr]
     gate, factor, offset = (_as_rows(r, t) for t in (gate, factor, offset))
     return r.new(
@@ -155,10 +154,6 @@ def _without_bias(r: Rewriter, n: Node) -> tuple[Node, Node | None]:
         return n, None
     x, weight, bias = n.args
     return r.like(steps.linear, (x, weight, None), n), bias
-
-
-def _is_one_plus(t: Any) -> bool:
-    return has(t, aten.add.Tensor) and number(t) == 1 and dtype(t) == dtype(t.args[0])
 
 
 def _as_rows(r: Rewriter, t: Node | None) -> Node | None:

@@ -328,9 +328,9 @@ def _norm_of(source: Source) -> tuple[Node, Any, steps.Group | steps.Channel, tu
     if has(x, steps.channel_norm):
         return x.args[0], x.args[7] if len(x.args) > 7 else None, steps.Channel(*x.args[1:7]), kept
     if has(x, steps.group_norm) and (x.args[6] is None or rank(x.args[6]) == 1):
-        _, groups, weight, bias, eps, activation, shift, statistics, framewise = x.args
+        _, groups, weight, bias, eps, activation, shift, statistics, framewise, *ada = x.args
         norm = steps.Group(groups, weight, bias, eps, activation, statistics, None, framewise)
-        return None if framewise and source.times != _ONCE else (x.args[0], shift, norm, kept)
+        return None if ada or (framewise and source.times != _ONCE) else (x.args[0], shift, norm, kept)
     if has(x, steps.modulated_norm) and source.times == _ONCE:
         x, groups, weight, bias, eps, activation, modulation = x.args
         return x, None, steps.Group(groups, weight, bias, eps, activation, None, modulation), kept

@@ -1,4 +1,4 @@
-"""Norms of channels in all spellings, norms in fp32 of 16-bit tensors, and activations after norms."""
+"""Norms of channels in all spellings, norms in fp32 of 16-bit tensors, and what may follow a norm."""
 
 from __future__ import annotations
 
@@ -131,6 +131,16 @@ def _parameter(n: Node, axis: int) -> tuple[Node, Node] | None:
     return None
 
 
+def is_column(t: Node, x: Node) -> bool:
+    """True if ``t`` has one number for each channel of x, or for each channel of each sample."""
+    N, C, *axes = shape(x)
+    return shape(t) in ((N, C, *[1] * len(axes)), (1, C, *[1] * len(axes))) and has_kernels(t)
+
+
+def is_one_plus(t: Any) -> bool:
+    return has(t, aten.add.Tensor) and number(t) == 1 and dtype(t) == dtype(t.args[0])
+
+
 def is_outside(t: Any) -> bool:
     """True if no step computes ``t``: it is None, or a view or cast of a tensor from outside the graph."""
     while has(t, *VIEWS, steps.cast):
@@ -214,13 +224,35 @@ def _channel_norm(r: Rewriter, n: Node, norm: Norm, axis: int) -> Node:
 # ---- what follows a norm
 
 
-def activations(graph: fx.Graph) -> fx.Graph:
-    """Activations and casts after a norm go into it."""
-    return apply(graph, _into_norm, *ACTIVATIONS, steps.cast)
+def after_norms(graph: fx.Graph) -> fx.Graph:
+    """Scales, shifts, activations and casts after a norm go into it."""
+    return apply(graph, _into_norm, aten.mul.Tensor, aten.add.Tensor, *ACTIVATIONS, steps.cast)
 
 
 def _into_norm(r: Rewriter, n: Node) -> Node | None:
-    return _with_activation(r, n) or _in_one_dtype(r, n)
+    return _with_modulation(r, n) or _with_activation(r, n) or _in_one_dtype(r, n)
+
+
+def _with_modulation(r: Rewriter, n: Any) -> Node | None:
+    """group_norm(x) * (1 + scale), or group_norm(x) + shift, of one number for each channel -> one step."""
+    is_scale = has(n, aten.mul.Tensor)
+    for norm, t in operands(n) if is_scale or has(n, aten.add.Tensor) else ():
+        if not has(norm, steps.group_norm) or not is_only(norm) or norm.args[5] != "identity" or norm.args[8]:
+            continue
+        scale, shift = norm.args[9:] or (None, None)
+        is_free = shift is None and (scale is None or not is_scale)
+        added = _added_to_one(t) if is_scale else t
+        if is_free and added is not None and is_column(t, norm) and dtype(norm) == dtype(n):
+            column = r.reshape(added, shape(t)[:2])
+            ada = (column, None) if is_scale else (scale, column)
+            return r.like(steps.group_norm, (*norm.args[:9], *ada), n)
+    return None
+
+
+def _added_to_one(t: Any) -> Node | None:
+    """The value s if ``t`` is 1 + s, or a reshape of it; else None."""
+    t = t.args[0] if has(t, steps.reshape) else t
+    return t.args[0] if is_one_plus(t) else None
 
 
 def _with_activation(r: Rewriter, n: Node) -> Node | None:

@@ -16,7 +16,7 @@ from sdfastgn.plans.rewrite.finish import finish
 from sdfastgn.plans.rewrite.heads import heads
 from sdfastgn.plans.rewrite.modulations import modulations
 from sdfastgn.plans.rewrite.moves import moves
-from sdfastgn.plans.rewrite.norms import activations, norms
+from sdfastgn.plans.rewrite.norms import after_norms, norms
 from sdfastgn.plans.rewrite.packs import packs
 from sdfastgn.plans.rewrite.repeated_rows import repeated_rows
 from sdfastgn.plans.rewrite.repeats import repeats
@@ -39,8 +39,9 @@ PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     heads,  # norms before rotations, and heads that are joined along the tokens
     ada_norms,  # norms of tokens with a modulation, and gated sums
     norms,  # norms of channels
+    after_norms,  # scales, shifts and activations into norms. The next pass puts views after norms
     sink_views,  # views behind norms and pointwise ops, where the kernels take these
-    activations,  # into the norms, which are now next to them
+    after_norms,  # activations, which are now next to the norms
     modulations,  # of norms, by small images or videos
     cells,  # convolutions whose windows do not overlap, as products
     repeats,  # of elements, for convolutions

@@ -10,6 +10,7 @@ one applies.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,6 +37,8 @@ UNFILLED = (
     aten.new_empty.default,
     aten.new_empty_strided.default,
 )
+# Least rows of a step of a mask, on average, for which attention runs apart.
+_LEAST_ROWS = 16
 
 
 def canonicalize(graph: fx.Graph) -> fx.Graph:
@@ -368,10 +371,13 @@ def _attention(
 ) -> Node | None:
     """Attention without an axis of heads -> attention of one head, which kernels take.
 
-    A mask that is a triangle -> causal attention. Attention to a single key -> its value.
+    A mask that is a triangle -> causal attention. Attention to a single key -> its value. A mask of which
+    each frame shows itself and earlier frames -> attention of each frame to the keys that it sees.
     """
     if dropout:
         return None
+    if mask is not None and (stairs := _stairs(mask)) is not None and rank(q) == 4:
+        return _attention_of_stairs(r, n, (q, k, v), stairs, more)
     if mask is not None and shape(q)[-2] == shape(k)[-2] == shape(mask)[-2] and _is_triangle(mask):
         mask, more = None, (True, *more[1:])
     is_alike = not more[-1] and shape(q)[:-2] == shape(k)[:-2] == shape(v)[:-2]
@@ -383,6 +389,43 @@ def _attention(
     q, k, v = (r.reshape(t, (shape(t)[0], 1, *shape(t)[1:])) for t in (q, k, v))
     y = r.new(steps.attention, (q, k, v, mask, *more), (*shape(q)[:3], shape(v)[3]), dtype(n))
     return r.reshape(y, shape(n))
+
+
+def _attention_of_stairs(
+    r: Rewriter, n: Node, heads: Sequence[Node], stairs: Sequence[tuple[int, int]], more: Sequence[Any]
+) -> Node:
+    q, *others = heads
+    parts, start = [], 0
+    for rows, keys in stairs:
+        part = r.cut(q, 2, start, rows)
+        seen = [r.cut(t, 2, 0, keys) for t in others]
+        to = (*shape(n)[:2], rows, shape(n)[3])
+        parts.append(r.new(steps.attention, (part, *seen, None, *more), to, dtype(n)))
+        start += rows
+    return parts[0] if len(parts) == 1 else r.like(steps.cat, (tuple(parts), 2), n)
+
+
+def _stairs(mask: Node) -> list[tuple[int, int]] | None:
+    """(rows, keys) of each step of a mask that shows ``keys`` first keys to each of ``rows`` queries.
+
+    None for other masks, and for those whose steps have few rows: attention would run too often.
+    """
+    last, n = shape(mask)[-2:], mask
+    while has(n, steps.cast, steps.reshape, steps.expand, aten._to_copy.default) and shape(n)[-2:] == last:
+        n = n.args[0]
+    owner: Any = n.graph.owning_module
+    values = getattr(owner, str(n.target)) if n.op == "get_attr" else None
+    if values is None or values.shape != last or 0 in last or dtype(mask) not in (values.dtype, torch.bool):
+        return None
+    is_seen = values if values.dtype is torch.bool else values == 0
+    counts = is_seen.sum(-1)
+    if not (is_seen | (values == -math.inf) if values.is_floating_point() else is_seen == values).all():
+        return None
+    is_first = torch.arange(last[1], device=values.device) < counts[:, None]
+    keys, rows = torch.unique_consecutive(counts, return_counts=True)
+    if not torch.equal(is_seen, is_first) or keys.min() == 0 or len(rows) * _LEAST_ROWS > last[0]:
+        return None
+    return list(zip(rows.tolist(), keys.tolist(), strict=True))
 
 
 def _is_triangle(mask: Any) -> bool:

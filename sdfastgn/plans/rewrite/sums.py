@@ -24,7 +24,7 @@ from sdfastgn.plans.rewrite.nodes import (
     shape,
     user,
 )
-from sdfastgn.plans.rewrite.norms import ACTIVATIONS, activation
+from sdfastgn.plans.rewrite.norms import ACTIVATIONS, activation, is_column
 from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.rewrite.statistics import wants_statistics
 from sdfastgn.plans.rewrite.views import applied, axis_after, merged_views
@@ -142,8 +142,7 @@ def shifted_norm(r: Rewriter, n: Any) -> Node | None:
 def _embedded(r: Rewriter, x: Any) -> tuple[Any, Node] | None:
     """(h, shift) if x is h plus a tensor with one number a channel. The shift includes a bias of h."""
     for h, t in operands(x) if has(x, aten.add.Tensor) else ():
-        is_column = shape(t) in ((N, shape(x)[1], *[1] * (rank(x) - 2)) for N in (1, shape(x)[0]))
-        if not is_column or shape(h) != shape(x) or dtype(t) != dtype(h):
+        if not is_column(t, x) or shape(h) != shape(x) or dtype(t) != dtype(h):
             continue
         shift = r.reshape(t, shape(t)[:2])
         if has(h, bias_of) and is_only(h):

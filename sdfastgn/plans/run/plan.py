@@ -90,6 +90,7 @@ class Plan:
         self._held_written = [i for i, n in enumerate([*read, *others]) if n in written]
         self._lock = threading.Lock()
         self._rows = _rows_of_products(graph, read)
+        graph.owning_module = None  # it has constants that no step may read
         self.graph = graph
         self.steps: list[Step] = steps_of(graph)
         self.writes = bool(written)

@@ -97,6 +97,7 @@ class TracedTensor(Tensor):
         path: the steps that lead from ``base`` to it.
         version: of a base, the number of writes into it. Of a view, the base's version that ``node`` has.
         memory: None if all is known of its memory.
+        fills: of a base, the writes into it that wait (``fills.py``). None: no further ones wait.
     """
 
     metadata: Metadata
@@ -105,6 +106,7 @@ class TracedTensor(Tensor):
     path: tuple[Step, ...]
     version: int
     memory: Memory | None
+    fills: list[Any] | None
 
     __torch_function__ = private.disabled_torch_function
 
@@ -143,5 +145,5 @@ def make(
     with torch.inference_mode(False):
         t: Any = private.make_wrapper(TracedTensor, m.shape, strides=m.stride, dtype=m.dtype, device=m.device)
     t.metadata, t.node, t.base, t.path = m, node, base, path
-    t.version, t.memory = 0 if base is None else base.version, None
+    t.version, t.memory, t.fills = 0 if base is None else base.version, None, []
     return t

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sdfastgn.kernels.common import private
 from sdfastgn.kernels.common.garbage import without_collections
 from sdfastgn.plans.trace import writes
+from sdfastgn.plans.trace.fills import FILLS, MOST_NODES, Fill, filled, is_new
 from sdfastgn.plans.trace.python_state import ModuleState, shared_state, without_autocast_cache
 from sdfastgn.plans.trace.refusals import DRAWN, is_random, is_tracing, noted, reason_of, refuse
 from sdfastgn.plans.trace.shapes import Inference, is_guess, surroundings
@@ -117,6 +118,10 @@ class Tracer(TorchDispatchMode):
         self.last_parameter: fx.Node | None = None
         self.last_other: fx.Node | None = None
         self.constants = 0
+        self.numbers: dict[
+            Any, tuple[fx.Node, Metadata]
+        ] = {}  # what a number's tensor is made of -> its node
+        self.number_of: dict[fx.Node, Any] = {}
         self.values: dict[fx.Node, Any] = {}  # of nodes that depend on literals only
         self.made: list[weakref.ref[Tensor]] = []
         self.surroundings = surroundings()
@@ -214,6 +219,9 @@ class Tracer(TorchDispatchMode):
         if t.memory is not None and t.memory.is_written:
             refuse("strides decide whether the call writes into a tensor that it reads later")
         base = t.base
+        owner = t if base is None else base
+        if owner.fills:
+            self.write_fills(owner)
         if base is not None and t.version != base.version:
             node = base.node
             for step in t.path:
@@ -293,14 +301,28 @@ class Tracer(TorchDispatchMode):
         return t
 
     def view(self, op: Any, args: Any, kwargs: Any) -> Any:
-        key, a, k = self.read_all(op, args, kwargs)
+        x, is_late = args[0], not kwargs and self.may_be_late(args[0])
+        if is_late:
+            key = [op, self.surroundings, x.metadata]
+            a, k = (x.node, *self.read(args[1:], key)), kwargs
+        else:
+            key, a, k = self.read_all(op, args, kwargs)
         m = self.infer(op, key, args, kwargs, is_view=True)
         if type(m) is not Metadata:
             refuse(f"the call runs {op}, which returns several views")
         if op is aten._reshape_alias.default:
             op, a = aten.view.default, a[:2]
         op = _VALUES_OF.get(op, op)
-        return self.viewed(self.of(args[0]), Step(op, a[1:], k, m))
+        x, step = self.of(x), Step(op, a[1:], k, m)
+        return (
+            self.late(x if x.base is None else x.base, (*x.path, step)) if is_late else self.viewed(x, step)
+        )
+
+    def late(self, base: TracedTensor, path: tuple[Step, ...]) -> TracedTensor:
+        """A view of ``base`` whose node is made when somebody reads it."""
+        t = self.new(path[-1].result, base.node, base, path)
+        t.version, t.memory = -1, base.memory
+        return t
 
     def viewed(self, x: TracedTensor, step: Step) -> TracedTensor:
         node = self.emit(step.op, (self.node_of(x), *step.args), step.kwargs, step.result)
@@ -372,7 +394,27 @@ class Tracer(TorchDispatchMode):
     def literal(self, op: Any, args: Any, kwargs: Any) -> TracedTensor:
         """``torch.tensor([...])``: PyTorch has made a tensor of numbers, and gives it to the trace."""
         (t,) = args
-        return t if type(t) is TracedTensor else self.constant(t)
+        if type(t) is TracedTensor:
+            return t
+        if t.dim() or t.device.type != "cpu":
+            return self.constant(t)
+        key = t.dtype, repr(t.item())
+        return self.number(key, lambda: self.constant(t), t.item())
+
+    def scalar(self, op: Any, args: Any, kwargs: Any) -> TracedTensor:
+        """``scalar_tensor``: on other devices than the CPU, ``x[...] = number`` makes one of the number."""
+        key = repr(args[0]), *kwargs.items()
+        value = torch.scalar_tensor(args[0], dtype=kwargs.get("dtype"), device="cpu").item()
+        return self.number(key, lambda: self.plain(op, args, kwargs), value)
+
+    def number(self, key: Any, make: Callable[[], TracedTensor], value: Any) -> TracedTensor:
+        """A tensor of the number ``value``. Equal ones share the node of the first, which ``make`` makes."""
+        if key not in self.numbers:
+            first = make()
+            self.numbers[key] = first.node, first.metadata
+            self.number_of[first.node] = value
+        node, m = self.numbers[key]
+        return self.new(m, node)
 
     def constant(self, t: Tensor) -> TracedTensor:
         name = f"_constant_{self.constants}"
@@ -423,6 +465,8 @@ class Tracer(TorchDispatchMode):
     # ---- writes
 
     def write(self, op: Any, args: Any, kwargs: Any) -> Any:
+        if op in FILLS and not kwargs and self.waits(*args):
+            return args[0]
         _refuse_random(op)
         functional = writes.functional_form(op)
         if functional is None:
@@ -439,6 +483,41 @@ class Tracer(TorchDispatchMode):
         for target, v in zip(targets, values, strict=True):
             self.store(self.of(target), v, op)
         return targets[0] if len(targets) == 1 else targets
+
+    def waits(self, x: Tensor, source: Any = 0, *more: Any) -> bool:
+        """True if the write of ``source`` into x now waits, because it writes a number into a new tensor."""
+        if type(x) is not TracedTensor:
+            return False
+        base = x if x.base is None else x.base
+        if base.fills is None or not is_new(base) or x.memory is not None:
+            return False
+        if type(source) is TracedTensor:
+            source = self.number_of.get((source if source.base is None else source.base).node)
+        if not isinstance(source, int | float):
+            return False
+        base.fills.append(Fill(x.path, source))
+        base.version += 1
+        return True
+
+    def may_be_late(self, x: Any) -> bool:
+        """True if views of x are most often not read: writes into it wait, or it is a number."""
+        base = (x if x.base is None else x.base) if type(x) is TracedTensor else None
+        return base is not None and (bool(base.fills) or base.node in self.number_of)
+
+    def write_fills(self, base: TracedTensor) -> None:
+        """Makes nodes, or a constant, of the writes into ``base`` that wait."""
+        if not base.fills:
+            return
+        fills, base.fills = base.fills, None
+        if len(fills) <= MOST_NODES:
+            for path, number in fills:
+                x = self.late(base, path) if path else base
+                self.write(aten.fill_.Scalar, (x, number), {})
+            return
+        m = base.metadata
+        base.node = self.constant(filled(base.node, fills)).node
+        if m.device.type != "cpu":
+            base.node = self.emit(aten._to_copy.default, (base.node,), {"device": m.device}, m)
 
     def copied(self, t: TracedTensor, source: Tensor) -> TracedTensor:
         """``source`` in the dtype and shape of ``t`` and on its device."""
@@ -459,6 +538,7 @@ class Tracer(TorchDispatchMode):
         if t.memory is not None:
             t.memory.write()
         base = t.base
+        self.write_fills(t if base is None else base)
         if base is None:
             t.node = node
             t.version += 1
@@ -569,6 +649,7 @@ _handlers: dict[Any, Any] = {
     aten.rms_norm.default: Tracer.plain,
     aten.scaled_dot_product_attention.default: Tracer.attention,
     aten.lift_fresh.default: Tracer.literal,
+    aten.scalar_tensor.default: Tracer.scalar,
     aten.detach.default: Tracer.alias,
     aten.alias.default: Tracer.alias,
     aten.detach_.default: _same,

@@ -83,17 +83,44 @@ def _scaled(p: Program, y: str, operand: Callable[[], str]) -> str:
     )  # fmt: skip
 
 
+OF_EMBEDDINGS = """
+{y} * (1 + {scale}) + {shift}
+{y} * (1 + {scale}) + {shift}
+{y} * (1 + {scale}) + {shift}
+{shift} + ({scale} + 1.0) * {y}
+{y} * (1 + {scale})
+{y} + {shift}
+{y} * {scale} + {shift}
+({y} + {shift}) * {scale}
+({y} + {shift}) * (1 + {scale})
+{y} * (1 + {scale}) * (1 + {shift})
+{y} * (1 + {scale}) + {shift} + {scale}
+{y} * (2 + {scale}) + {shift}
+{y} * (1 - {scale}) - {shift}
+F.silu({y}) * (1 + {scale}) + {shift}
+({y} * (1 + {scale})).to(torch.bfloat16).to({y}.dtype) + {shift}
+{y} * (1 + {scale}.transpose(1, -1)) + {shift}
+"""
+
+
 @step(SPATIAL)
 def modulated_by_embedding(p: Program, x: str) -> None:
-    """A norm, times and plus what an embedding says for each sample."""
-    N, C = p.shape(x)[:2]
-    e = p.let(
-        f"F.linear(F.silu({p.tensor(N, 6)}), {p.tensor(2 * C, 6, scale=0.4)}, {p.tensor(2 * C)}){ones(p, x)}"
-    )
+    """A norm, times and plus what an embedding says for each sample, or for each frame as an image."""
+    shape = p.shape(x)
+    as_images, as_video = ".transpose(1, 2).flatten(0, 1)", f".unflatten(0, {shape[::2][:2]}).transpose(1, 2)"
+    first, before, after = "", "", ""
+    if len(shape) == 5 and p.chance(0.4):
+        first, before, after = p.choice((as_images, "", as_video), (as_images, as_video, ""))
+    y = p.let(f"{grouped(p, p.let(x + first))}{before}")
+    N, C = p.shape(y)[:2]
+    e = f"F.silu({p.tensor(p.choice(1, N, N), 6)})"
+    e = p.let(f"F.linear({e}, {p.tensor(2 * C, 6, scale=0.4)}, {p.tensor(2 * C)}){ones(p, y)}")
     scale, shift = p.let(f"{e}[:, :{C}]"), p.let(f"{e}[:, {C}:]")
-    y = p.let(grouped(p, x))
-    y = p.choice(f"{y} * (1 + {scale}) + {shift}", f"{y} * {scale} + {shift}", f"({y} + {shift}) * {scale}")
-    p.add(activated(p, p.let(y)))
+    if p.chance(0.1):
+        p.add(y)
+    y = p.let(activated(p, p.let(p.one_of(OF_EMBEDDINGS, y=y, scale=scale, shift=shift))))
+    y = p.let(y + after)
+    p.add(convolved(p, y) if p.chance(0.3) else y)
 
 
 OTHER_NORMS = """

@@ -35,7 +35,7 @@ def write(p: Program) -> None:
     for i in range(p.random.randint(2, 12)):
         x = p.pick(*ANY)
         found = [f for ranks, steps in STEPS.items() if p.value(x).dim() in ranks for f in steps]
-        with contextlib.suppress(RuntimeError):  # shapes that this step's last line cannot take
+        with contextlib.suppress(RuntimeError, ValueError):  # shapes that this step's last line cannot take
             p.choice(*found)(p, x)
         if i == reads_at:
             x = p.pick(*ANY)

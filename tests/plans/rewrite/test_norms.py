@@ -16,6 +16,7 @@ POSITIONS = torch.randn(6, 3, 5)
 INTEGERS = torch.arange(6).view(6, 1, 1)
 HALF = torch.bfloat16
 W_HALF = W.to(HALF)
+WEIGHT = torch.randn(6, 6, 1, 1)
 
 
 def column(t, rank=4):
@@ -205,6 +206,149 @@ def test_a_norm_in_fp32_that_is_read_elsewhere_stays():
         return y.to(x.dtype), y * 2
 
     assert sorted(steps_of(call, x4.to(HALF))) == ["aten.mul", "cast", "cast", "group_norm"]
+
+
+# ---- scales and shifts of each sample
+
+
+def of_embedding(e):
+    """Scale and shift of images, as diffusers' residual blocks cut them out of an embedding."""
+    return e[:, :, None, None].chunk(2, 1)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("affine", [(), (W, B)])
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        lambda y, s, t: y * (1 + s) + t,
+        lambda y, s, t: t + y * (s + 1.0),
+        lambda y, s, t: (1 + s) * y + t,
+        lambda y, s, t: y * (1 + s.flatten(1))[:, :, None, None] + t,
+        lambda y, s, t: F.silu(y * (1 + s) + t),
+        lambda y, s, t: F.gelu(y * (1 + s)),
+        lambda y, s, t: F.silu(y + t),
+    ],
+)
+def test_scales_and_shifts_go_into_group_norms(spelling, affine, samples):
+    def call(x, e):
+        return spelling(F.group_norm(x, 3, *affine), *of_embedding(e))
+
+    assert steps_of(call, x4, torch.randn(samples, 12)) == ["group_norm"]
+
+
+def test_of_videos():
+    def call(x, e):
+        scale, shift = e[:, :, None, None, None].chunk(2, 1)
+        return F.silu(F.group_norm(x, 2) * (1 + scale) + shift)
+
+    assert steps_of(call, torch.randn(2, 6, 4, 3, 5), torch.randn(2, 12)) == ["group_norm"]
+
+
+def test_of_frames_as_images():
+    """The norm goes before the view. Each frame keeps its own scale."""
+
+    def call(x, e):
+        scale, shift = of_embedding(e)
+        y = F.group_norm(x.transpose(1, 2).flatten(0, 1), 2) * (1 + scale) + shift
+        return F.silu(y).unflatten(0, (2, 4)).transpose(1, 2)
+
+    for samples in (8, 1):
+        plan = checked(call, torch.randn(2, 6, 4, 3, 5), torch.randn(samples, 12))
+        assert plan.steps == ["group_norm"]
+        assert plan.only(steps.group_norm).args[8] is True
+
+
+def test_a_scale_of_videos_is_no_scale_of_frames():
+    def call(x, e):
+        scale, shift = e[:, :, None, None, None].chunk(2, 1)
+        y = F.group_norm(x.transpose(1, 2).flatten(0, 1), 2).unflatten(0, (2, 4)).transpose(1, 2)
+        return y * (1 + scale) + shift
+
+    found = steps_of(call, torch.randn(2, 6, 4, 3, 5), torch.randn(2, 12))
+    assert sorted(found) == ["aten.add", "aten.add", "aten.mul", "group_norm"]
+
+
+def test_the_norm_also_adds_what_is_before_it():
+    def call(x, e, f):
+        scale, shift = of_embedding(e)
+        return F.silu(F.group_norm(F.conv2d(x, WEIGHT, B) + f[..., None, None], 2) * (1 + scale) + shift)
+
+    plan = checked(call, x4, torch.randn(2, 12), torch.randn(2, 6))
+    assert plan.steps == ["conv", "aten.add", "group_norm"]  # the sum is of the embedding and the bias
+
+
+def test_a_convolution_of_frames_reads_the_norm():
+    """The step that pads frames computes norms, but without scales and shifts."""
+    weight = torch.randn(6, 6, 3, 3, 3)
+
+    def call(x, e):
+        scale, shift = e[:, :, None, None, None].chunk(2, 1)
+        y = F.silu(F.group_norm(x, 2) * (1 + scale) + shift)
+        return F.conv3d(F.pad(y, (1, 1, 1, 1, 2, 0), mode="replicate"), weight)
+
+    assert steps_of(call, torch.randn(2, 6, 4, 3, 5), torch.randn(2, 12)) == ["group_norm", "frames", "conv"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, HALF])
+def test_they_are_rounded_once(dtype):
+    """The step is as exact as eager, or more so."""
+
+    def call(x, e):
+        scale, shift = of_embedding(e)
+        return F.silu(F.group_norm(x, 2) * (1 + scale) + shift)
+
+    x, e = torch.randn(2, 6, 33, 17).to(dtype), torch.randn(2, 12).to(dtype)
+    plan = checked(call, x, e)
+    assert plan.steps == ["group_norm"]
+    exact = call(x.double(), e.double())
+    ours, eager = ((y.double() - exact).norm() for y in (plan(x, e), call(x, e)))
+    assert ours <= eager
+
+
+def test_a_norm_in_fp32_of_16_bits_with_scale_and_shift():
+    def call(x, e):
+        scale, shift = of_embedding(e)
+        return F.silu(F.group_norm(x.float(), 2).to(x.dtype) * (1 + scale) + shift)
+
+    assert steps_of(call, x4.to(HALF), torch.randn(2, 12, dtype=HALF)) == ["group_norm"]
+
+
+@pytest.mark.parametrize(
+    ("call", "left"),
+    [
+        (lambda y, s, t: y * s + t, ["mul", "add"]),
+        (lambda y, s, t: y * (2 + s) + t, ["add", "mul", "add"]),
+        (lambda y, s, t: y * (1 - s), ["rsub", "mul"]),
+        (lambda y, s, t: y * torch.add(s, 1, alpha=2), ["add", "mul"]),
+        (lambda y, s, t: torch.add(y, t, alpha=2), ["add"]),
+        (lambda y, s, t: (y + t) * (1 + s), ["add", "mul"]),
+        (lambda y, s, t: y * (1 + s) * (1 + t), ["add", "mul"]),
+        (lambda y, s, t: y * (1 + s) + t + s, ["add"]),
+        (lambda y, s, t: F.silu(y) * (1 + s) + t, ["add", "mul", "add"]),
+        (lambda y, s, t: (y * (1 + s) + t, y), ["add", "mul", "add"]),  # others read the norm
+        (lambda y, s, t: y * (1 + y.mean((2, 3), keepdim=True)), ["mean", "add", "mul"]),
+        (lambda y, s, t: (z := y * (1 + s), z + t), ["add"]),
+        (lambda y, s, t: y * (1 + s[:, :3].repeat(1, 2, 1, 1)[:, :, :, :1].expand(2, 6, 1, 5)), None),
+        (lambda y, s, t: y * (1 + s.double()), None),
+        (lambda y, s, t: y.double() * (1 + s), None),
+        (lambda y, s, t: y[:1] * (1 + s), None),
+    ],
+)
+def test_other_products_and_sums_stay(call, left):
+    def whole(x, e):
+        return call(F.group_norm(x, 2), *of_embedding(e))
+
+    found = [s.removeprefix("aten.") for s in steps_of(whole, x4, torch.randn(2, 12))]
+    assert left is None or sorted(found) == sorted(["group_norm", *left])
+    assert len(found) > 1
+
+
+@pytest.mark.parametrize("shape", [(6, 1), (1, 1, 6, 1), (2, 1, 1, 1), (2, 6, 6, 1), (6,), (1,)])
+def test_numbers_along_other_axes_stay(shape):
+    square = torch.randn(2, 6, 6, 6)
+    found = steps_of(lambda x, t: F.group_norm(x, 2) * (1 + t) + t, square, torch.randn(shape))
+    assert {"group_norm", "aten.mul", "aten.add"} == set(found)
 
 
 # ---- this package's own modules

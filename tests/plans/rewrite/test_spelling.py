@@ -1,5 +1,7 @@
 """One spelling for each op: what is recognized, and what must stay as it is."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -502,6 +504,59 @@ def test_masks_that_are_no_triangle_of_ones_stay(mask):
     plan = checked(lambda x: F.scaled_dot_product_attention(x, x, x, mask(x)), x3)
     (step,) = [n for n in plan.graph.nodes if n.target is steps.attention]
     assert step.args[3] is not None
+
+
+def of_frames(x, positions, hidden=-math.inf, dtype=None):
+    """A mask that shows a frame of ``positions`` tokens itself and earlier frames, filled as a model does."""
+    S = x.shape[2]
+    mask = torch.full((S, S), hidden, dtype=dtype or x.dtype)
+    for i in range(S):
+        mask[i, : (i // positions + 1) * positions] = 0 if hidden else 1
+    return mask
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda x: of_frames(x, 24),
+        lambda x: of_frames(x, 24)[None].expand(2, 1, -1, -1),
+        lambda x: of_frames(x, 24, False, torch.bool),
+    ],
+)
+def test_each_frame_attends_to_the_frames_that_it_sees(mask):
+    q, k, v = (torch.randn(2, 1, 72, D) for D in (5, 5, 3))
+    plan = checked(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask(q), scale=0.3), q, k, v)
+    assert plan.steps == ["attention"] * 3 + ["cat"]
+    found = [(n.args[0].meta["shape"][2], n.args[1].meta["shape"][2]) for n in plan.calls[:3]]
+    assert found == [(24, 24), (24, 48), (24, 72)]
+    assert all(n.args[3] is None for n in plan.calls[:3])
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda x: of_frames(x, 4),  # attention would run 18 times
+        lambda x: of_frames(x, 24, -5.0),
+        lambda x: of_frames(x, 24, False),  # 1 is added to what is seen, and nothing to the rest
+        lambda x: of_frames(x, 24).flip(1),
+        lambda x: of_frames(x, 24) * 0.5 + x[0, 0, :, :1],
+        lambda x: torch.cat([of_frames(x, 24)[24:], of_frames(x, 24)[:24]]) * 2,
+    ],
+)
+def test_other_masks_of_frames_stay(mask):
+    x = torch.randn(1, 1, 72, 5)
+    plan = checked(lambda x: F.scaled_dot_product_attention(x, x, x, mask(x)), x)
+    (step,) = [n for n in plan.graph.nodes if n.target is steps.attention]
+    assert step.args[3] is not None
+
+
+def test_a_mask_with_a_hole_stays():
+    def call(x):
+        mask = of_frames(x, 24)
+        mask[30, 20] = -math.inf
+        return F.scaled_dot_product_attention(x, x, x, mask)
+
+    assert steps_of(call, torch.randn(1, 1, 72, 5)).count("attention") == 1
 
 
 def test_a_triangle_of_other_sizes_stays():

@@ -371,6 +371,13 @@ CASES = {
         lambda x, w, b, s: steps.group_norm(x, 2, w, b, 1e-5, "identity", s, None, False),
         lambda x, w, b, s: plain_group_norm(x, 2, w, b, "identity", s),
     ),
+    "group-norm-ada": (
+        (IMAGE, *NORM, (1, 6), (2, 6)),
+        lambda x, w, b, s, t: steps.group_norm(x, 2, w, b, 1e-5, "silu", None, None, False, s, t),
+        lambda x, w, b, s, t: F.silu(
+            plain_group_norm(x, 2, w, b, "identity") * (1 + per_channel(s, x)) + per_channel(t, x)
+        ),
+    ),
     "group-norm-alone": (
         (VIDEO,),
         lambda x: steps.group_norm(x, 2, None, None, 1e-5, "gelu", None, None, False),
@@ -380,6 +387,13 @@ CASES = {
         (VIDEO, *NORM, (6,)),
         lambda x, w, b, s: steps.group_norm(x, 3, w, b, 1e-5, "silu", s, None, True),
         lambda x, w, b, s: plain_group_norm(x, 3, w, b, "silu", s, True),
+    ),
+    "group-norm-framewise-ada": (
+        (VIDEO, *NORM, (3, 6)),
+        lambda x, w, b, s: steps.group_norm(x, 3, w, b, 1e-5, "identity", None, None, True, s),
+        lambda x, w, b, s: (
+            plain_group_norm(x, 3, w, b, "identity", None, True) * (1 + s.t().view(1, 6, 3, 1, 1))
+        ),
     ),
     "modulated-norm": (
         ((1, 6, 3, 4, 6), *NORM, (1, 12, 2, 2, 3)),

@@ -15,7 +15,10 @@ from torch.utils import _pytree as pytree
 from sdfastgn.kernels.common import compile_ahead
 from sdfastgn.kernels.common.compile_ahead import rehearsal
 from sdfastgn.kernels.product import packed
+from sdfastgn.plans.rewrite.passes import rewrite
 from sdfastgn.plans.run import steps
+from sdfastgn.plans.run.plan import Plan
+from sdfastgn.plans.trace.tracer import trace
 from tests.kernels.samples import kernels
 from tests.plans.run.graphs import Drawn
 
@@ -27,6 +30,28 @@ def linear_plan(layer):
     where = [(layer, "_parameters", "weight"), (layer, "_parameters", "bias")]
     drawn = Drawn((3, 4), parameters=where)
     return drawn.plan(drawn.add(steps.linear, drawn.inputs[0], *drawn.parameters, shape=(3, 5)))
+
+
+def test_constants_that_no_step_reads_are_freed():
+    """For example a mask that rules have left out. It can be as large as 256 MB."""
+
+    def call(x):
+        mask = torch.zeros(72, 72)
+        for i in range(72):
+            mask[i, : i + 1] = i
+        return x + mask[0, 0]
+
+    traced = trace(nn.Identity(), call, torch.randn(3))
+    (name,) = (n.target for n in traced.graph.graph.nodes if n.op == "get_attr" and n.users)
+    constant = weakref.ref(getattr(traced.graph, name))
+    for n in traced.graph.graph.nodes:
+        if n.target is aten.add.Tensor:
+            n.update_arg(1, 0.0)
+    plan = Plan(traced, rewrite(traced.graph.graph))
+    del traced, n
+    gc.collect()
+    assert constant() is None
+    assert len(plan.steps) == 1
 
 
 def replace(layer):

@@ -109,6 +109,122 @@ def test_writes_inside_a_call(call):
     assert aten.copy_.default not in targets(traced)
 
 
+# ---- numbers that are written into parts of a new tensor
+
+MANY, FEW = 70, 3
+
+
+def in_a_loop(net, x, rows, value=0.0):
+    y = torch.full((72, 4), 9.0)
+    for i in range(rows):
+        y[i, : i % 5] = value
+    return y
+
+
+def read_after(net, x, rows):
+    return in_a_loop(net, x, rows)[:4] + x
+
+
+def returned(net, x, rows):
+    return in_a_loop(net, x, rows), in_a_loop(net, x, rows, 5).t()
+
+
+def views_before_and_between(net, x, rows):
+    y = torch.zeros(72, 4)
+    first, turned = y[:4], y.t()
+    for i in range(rows):
+        turned[i % 4, i] = i
+        last = y[i]
+    y.view(4, 72)[1].fill_(7)
+    return first + x, last + x, turned
+
+
+def read_between(net, x, rows):
+    y = torch.ones(72, 4)
+    total = x
+    for i in range(rows):
+        y[i].zero_()
+        total = total + y[:4]
+    return total, y
+
+
+def written_later(net, x, rows):
+    y = in_a_loop(net, x, rows)
+    y[1] = 4.0
+    y[2:6] += x
+    for i in range(rows):
+        y[i, 0] = 2.0
+    return y, in_a_loop(net, x, rows).mul_(2)
+
+
+def numbers_of_every_dtype(net, x, rows):
+    found = []
+    number = torch.tensor(0.1)
+    for dtype in (torch.float16, torch.float64, torch.int64, torch.bool):
+        y = torch.ones(72, 2, dtype=dtype)
+        for i in range(rows):
+            y[i, 0] = 0.1 * i
+            y[i, 1:] = number
+        found.append(y)
+    number += 1
+    half = torch.zeros(72)
+    half[:rows] = number
+    return found, half + x[0, 0]
+
+
+def a_number_changes(net, x, rows):
+    y, number = torch.zeros(72), torch.tensor(1.0)
+    for i in range(rows):
+        y[i] = number
+        number += 1
+        y[i : i + 2].copy_(number)
+    return y, torch.tensor(1.0) + x
+
+
+@pytest.mark.parametrize("rows", [FEW, MANY])
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(read_after, returned, views_before_and_between, read_between, written_later),
+        *(numbers_of_every_dtype, a_number_changes),
+    ],
+)
+def test_numbers_in_parts_of_a_new_tensor(call, rows):
+    check(lambda net, x: call(net, x, rows))
+
+
+def test_many_numbers_are_one_constant():
+    """A loop over thousands of rows must not make thousands of nodes."""
+    traced = check(lambda net, x: read_after(net, x, MANY))
+    assert len(traced.graph.graph.nodes) < 12
+    assert not {aten.fill.Scalar, aten.select_scatter.default} & {*targets(traced)}
+
+
+def test_few_numbers_stay_ops():
+    assert targets(check(lambda net, x: read_after(net, x, FEW))).count(aten.fill.Scalar) == FEW
+
+
+def test_the_constant_has_values_for_a_model_without_weights():
+    """There, as on a GPU, a number that is written into a part is a tensor on the device."""
+
+    def call(x):
+        y = torch.full((72, 4), 9.0, device=x.device)
+        for i in range(MANY):
+            y[i, : i % 5] = 0.0
+        return x + y
+
+    traced = trace(Net(call), call, torch.empty(72, 4, device="meta"))
+    (name,) = (n.target for n in traced.graph.graph.nodes if n.op == "get_attr" and n.users)
+    assert torch.equal(getattr(traced.graph, name), in_a_loop(None, None, MANY))
+    assert len(traced.graph.graph.nodes) < 12
+
+
+def test_a_tensor_that_is_too_large_to_be_filled(monkeypatch):
+    monkeypatch.setattr("sdfastgn.plans.trace.fills._MOST_MEMORY", 1000)
+    with pytest.raises(Untraceable, match="the call fills more than"):
+        check(lambda net, x: read_after(net, x, MANY))
+
+
 def into_an_argument(net, x):
     y = x * 2
     x[1:].add_(1)

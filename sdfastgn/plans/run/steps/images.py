@@ -246,16 +246,18 @@ def group_norm(
     shift: Tensor | None,
     statistics: Any,
     framewise: bool,
+    ada_scale: Tensor | None = None,
+    ada_shift: Tensor | None = None,
 ) -> Tensor:
-    """``activation(group_norm(x + shift))``. ``framewise``: each frame of a video is normalized by itself.
+    """``activation(group_norm(x + shift) * (1 + ada_scale) + ada_shift)``.
 
+    ``framewise``: each frame of a video is normalized by itself, and is a sample of scale and shift.
     ``statistics`` are those of all samples, or of images that are the frames of all samples.
     """
     images = _in_channels_last(x).transpose(1, 2).flatten(0, 1) if framewise else x
     statistics = _statistics_of(statistics, len(images), math.prod(images.shape[2:]))
-    y = group_norm_op.group_norm(
-        images, groups, weight, bias, eps, activation, shift=shift, statistics=statistics
-    )
+    after = {"ada_scale": ada_scale, "ada_shift": ada_shift, "statistics": statistics}
+    y = group_norm_op.group_norm(images, groups, weight, bias, eps, activation, shift=shift, **after)
     return y.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2) if framewise else y
 
 
