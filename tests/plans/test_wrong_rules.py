@@ -362,8 +362,8 @@ WRONG = [
     ),
     Wrong("samples may be mixed", "slices", "axis is None or axis in along", "axis is None"),
     Wrong("samples may be anywhere after a reshape", "slices", " and math.prod(after[:i]) == outer", ""),
-    Wrong("a sample has any number of elements", "slices", "size % samples == 0 and ", ""),
-    Wrong("operands are aligned at the first axis", "slices", "rank(n) - rank(a) for", "0 for"),
+    Wrong("a sample has any number of elements", "slices", "size % samples == 0 and ", "", 279),
+    Wrong("operands are aligned at the first axis", "slices", "rank(n) - rank(a) for", "0 for", 202),
     Wrong("a tensor of all samples has any size", "slices", "if others or size != (", "if others and ("),
     Wrong("samples have the same values", "slices", "_is_equal_along_samples(n, samples) else", "True else"),
 ]

@@ -59,10 +59,9 @@ def sliced(traced: Traced) -> Traced:
     count = _count(graph, placeholders[:held], results, samples)
     if count < 2:
         return traced
+    divided = [tuple(axes.get(n) for n in nodes) for nodes in (inputs, results)]
     _divide(graph, axes, count)
-    (results,) = graph.output_node().args
-    found = ([axes[n] if isinstance(n, Node) else None for n in nodes] for nodes in (inputs, results))
-    return traced._replace(slices=Slices(count, *map(tuple, found)))
+    return traced._replace(slices=Slices(count, *divided))
 
 
 def _samples(inputs: Sequence[Node]) -> int:
@@ -84,7 +83,7 @@ def _count(graph: fx.Graph, held: Sequence[Node], results: Sequence[Any], sample
 
 
 def _divide(graph: fx.Graph, axes: dict[Node, int | None], count: int) -> None:
-    """Make ``graph`` compute one of ``count`` slices. ``axes`` gets the nodes that are new."""
+    """Make ``graph`` compute one of ``count`` slices."""
     r = Rewriter(graph)
     for n in list(graph.nodes):
         axis = axes.get(n)
@@ -103,7 +102,6 @@ def _divide(graph: fx.Graph, axes: dict[Node, int | None], count: int) -> None:
         elif has(n, *_FILLED):
             n.args = (shape(n), *n.args[1:])
         if new is not n:
-            axes[new] = axis
             r.replace(n, new)
 
 
@@ -130,6 +128,8 @@ def _axis(n: Node, axes: dict[Node, int | None], samples: int) -> int | None:
     axis = next((axes[a] for a in n.all_input_nodes if axes.get(a) is not None), None)
     if axis is None:
         return 0 if _is_equal_along_samples(n, samples) else None
+    if not n.meta:  # its results are a tuple
+        raise _Mixed
     x: Any = n.args[0]
     if has(n, steps.reshape):
         return _axis_after_reshape(shape(x), axis, shape(n), samples)
@@ -139,7 +139,7 @@ def _axis(n: Node, axes: dict[Node, int | None], samples: int) -> int | None:
     if n.target in _SEPARATE or _is_pointwise(n.target):
         return _aligned(n, n.all_input_nodes, axes)
     mixed = _MIXED.get(n.target)
-    if mixed is None or not n.meta:
+    if mixed is None:
         raise _Mixed
     first = n.args[0]
     parts: Any = first if isinstance(first, (list, tuple)) else [first]

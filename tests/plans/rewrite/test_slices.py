@@ -50,6 +50,8 @@ def slices_of(call, *inputs):
         (lambda x: x.mean((1, 2), keepdim=True) + x.sum(-1, keepdim=True), x3),
         (lambda x: F.normalize(x, dim=1) * 3, x4),
         (lambda x: x.transpose(0, 1).mean(0) * 2, x3),
+        (lambda x: (x[:, :1].transpose(0, 1) + 1, x[:, :1] + 1), x3),
+        (lambda x: ((y := x[:, :1] + 1), y.view(1, 4, 8), y.transpose(0, 1)), x3),
         (lambda x: (x.mean(1) + x.sum(1))[:, None].expand(-1, 6, -1) * x, x3),
         (lambda x: x.movedim(2, 1).flatten(0, 1).relu().unflatten(0, (4, 3)).movedim(1, 2), x5),
         (lambda x: x.transpose(0, 1).reshape(6, 4, 2, 4).softmax(-1).flatten(1, 2) * 2, x3),
@@ -98,11 +100,19 @@ def rolled(x):
         (lambda x: x * 2 + torch.rand(4, 1, 1) * 0, x3),
         (lambda x: x.add_(1), x3),
         (lambda x: x.sort(1).values, x3),  # no rule says what sorts
+        (lambda x: torch.frexp(x), x3),
         (lambda x: F.batch_norm(x, None, None, training=True), x4),
     ],
 )
 def test_samples_that_may_meet_stay_together(call, x):
     assert slices_of(call, x) is None
+
+
+def test_no_op_that_reduces_counts_as_pointwise():
+    for name in ("amax", "amin", "max", "mean", "min", "norm", "prod", "sum", "var"):
+        packet = getattr(torch.ops.aten, name)
+        reducing = [o for o in packet.overloads() if o in ("default", "dim", "dim_IntList")]
+        assert not any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in reducing)
 
 
 def test_each_tensor_has_its_axis():
