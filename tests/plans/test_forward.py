@@ -211,6 +211,23 @@ def test_one_slice_is_compiled_ahead(monkeypatch):
     assert [len(y) for y in results] == [1]
 
 
+@pytest.mark.gpu
+def test_memory_does_not_grow_with_the_batch():
+    layers = nn.Conv2d(3, 128, 3, padding=1), Block(128), Block(128), nn.Conv2d(128, 3, 3, padding=1)
+    model = sdfastgn.optimize(randomize(nn.Sequential(*layers)).cuda().half())
+    most = []
+    for batch in (1, 8):
+        x = torch.randn(batch, 3, 1024, 1024, device="cuda", dtype=torch.float16)
+        model(x)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(x)
+        most.append(torch.cuda.max_memory_allocated() - before - 2 * x.nbytes)
+    assert planned(model).plans[-1].slices.number == 8
+    assert most[1] < 1.1 * most[0]
+
+
 # ---- plans are made and used
 
 
