@@ -636,7 +636,7 @@ class PlannedForward(MethodEntry):
             layers = plans.adapters.layers
             plan = make_plan(
                 traced,
-                lambda graph: saved.note(module, traced, graph, outcome),
+                lambda traced, graph: saved.note(module, traced, graph, outcome),
                 copy_of,
                 lambda part: layers.get(part, part) in quantized,
             )

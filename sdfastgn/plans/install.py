@@ -396,8 +396,9 @@ def described(path: str, module: nn.Module, planned: PlannedForward | None) -> P
     plans = [] if planned is None else planned.plans
     steps = [step for plan in plans for step in plan.steps]
     sizes: Counter[str] = Counter()
-    for step in steps:
-        sizes[step.kind] += step.read + step.written
+    for plan in plans:
+        for step in plan.steps:
+            sizes[step.kind] += plan.runs * (step.read + step.written)
     return Planned(
         path,
         type(module).__name__,

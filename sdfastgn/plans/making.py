@@ -20,6 +20,7 @@ from sdfastgn.patches.swap.class_forward import class_forward
 from sdfastgn.plans.adapters import Adapters
 from sdfastgn.plans.outcome import Outcome
 from sdfastgn.plans.rewrite.passes import rewrite
+from sdfastgn.plans.rewrite.slices import sliced
 from sdfastgn.plans.run.plan import Plan
 from sdfastgn.plans.state import STATE, State
 from sdfastgn.plans.trace.traced import Traced, Untraceable
@@ -79,20 +80,22 @@ def places(call: Call) -> tuple[int, ...]:
 
 def make_plan(
     traced: Traced,
-    note: Callable[[fx.Graph], object] = lambda graph: None,
+    note: Callable[[Traced, fx.Graph], object] = lambda traced, graph: None,
     copy_of: Any = None,
     may_copy: Callable[[nn.Module], bool] = lambda module: True,
 ) -> Plan:
     """Rewrite the graph, which the plan takes over. Raises Untraceable, with the reason.
 
-    ``note`` is called with the rewritten graph, which it must not keep. ``copy_of``: as in ``Plan``; None if
-    nothing is computed in E4M3. ``may_copy``: True for a module whose weights may be read in E4M3.
+    ``note`` is called with the trace of the call, or of one slice of it, and the rewritten graph, which it
+    must not keep. ``copy_of``: as in ``Plan``; None if nothing is computed in E4M3. ``may_copy``: True for a
+    module whose weights may be read in E4M3.
     """
     try:
+        traced = sliced(traced)
         weights = zip(traced.graph.graph.nodes, traced.parameters, strict=False)  # placeholders come first
         in_e4m3 = [n for n, (module, *_) in weights if copy_of is not None and may_copy(module)]
         graph = rewrite(traced.graph.graph, in_e4m3)
-        note(graph)
+        note(traced, graph)
         return Plan(traced, graph, copy_of)
     except Untraceable:
         raise

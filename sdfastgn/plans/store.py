@@ -50,7 +50,8 @@ class Made:
     @classmethod
     def of(cls, plan: Plan, outcome: Outcome) -> Made:
         masks = Masks(plan)
-        return cls(plan, Baked(plan), outcome, masks=masks if len(masks) else None)
+        has_masks = len(masks) and plan.slices is None  # slices read parts of the masks
+        return cls(plan, Baked(plan), outcome, masks=masks if has_masks else None)
 
     def all(self) -> list[Made]:
         """This plan, and those without masks."""

@@ -1,12 +1,16 @@
 """How tests of whole calls make a plan, and how they make every rule apply."""
 
+import math
 import sys
 
+import pytest
 import torch
 
 from sdfastgn.plans import forward as plan_forward
 from sdfastgn.plans.forward import PlannedForward
+from sdfastgn.plans.rewrite import slices
 from sdfastgn.plans.rewrite.passes import rewrite
+from sdfastgn.plans.rewrite.slices import sliced
 from sdfastgn.plans.run.plan import Plan
 from sdfastgn.plans.trace import tracer
 from sdfastgn.plans.trace.tracer import trace
@@ -29,6 +33,27 @@ def plan_of(model, call, *args, **kwargs):
     """The plan of ``call``. Raises Untraceable."""
     traced = trace(model, call, *args, **kwargs)
     return Plan(traced, rewrite(traced.graph.graph))
+
+
+def plan_in_slices(model, call, *args, **kwargs):
+    """The plan of ``call``, which computes one sample after another if they are independent."""
+    with pytest.MonkeyPatch.context() as patch:
+        slices_pay(patch)
+        traced = sliced(trace(model, call, *args, **kwargs))
+    return Plan(traced, rewrite(traced.graph.graph))
+
+
+def planned_in_slices(model, call, *args, **kwargs):
+    """A function that computes ``call`` by such a plan."""
+    plan = plan_in_slices(model, call, *args, **kwargs)
+    return lambda *args, **kwargs: plan(args, kwargs)
+
+
+def slices_pay(monkeypatch):
+    """Every call with independent samples is divided into slices of one sample."""
+    monkeypatch.setattr(slices, "MOST_BYTES", 0)
+    monkeypatch.setattr(slices, "_MOST_RESULTS", math.inf)
+    monkeypatch.setattr(slices, "_MOST_PARAMETERS", math.inf)
 
 
 def planned(model, call, *args, **kwargs):

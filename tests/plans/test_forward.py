@@ -21,10 +21,12 @@ from sdfastgn.patches.graphs import policy
 from sdfastgn.plans import forward as planned_forward
 from sdfastgn.plans import making, store
 from sdfastgn.plans.forward import PlannedForward
+from sdfastgn.plans.run import plan as plans_run
 from sdfastgn.plans.run.bake import Baked
 from sdfastgn.plans.run.plan import Plan
 from tests.patches.cases import agree, noise
 from tests.patches.samples import randomize
+from tests.plans.engine import slices_pay
 from tests.plans.models import of_diffusers
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
@@ -146,6 +148,85 @@ def pair():
     follows_stock(model, stock)
     assert (len(planned(model).plans), planned(model).own) == (1, {})
     return model, stock
+
+
+# ---- slices of a large batch
+
+
+def test_a_large_batch_runs_in_slices(monkeypatch):
+    slices_pay(monkeypatch)
+    stock = net()
+    model = sdfastgn.optimize(copy.deepcopy(stock))
+    follows_stock(model, stock)
+    follows_stock(model, stock, 2.0)
+    assert [plan.slices.number for plan in planned(model).plans] == [2, 2]
+    assert (planned(model).calls, planned(model).traces, planned(model).own) == (4, 2, {})
+    assert sdfastgn.report(model).plans[0].bytes == 2 * sum(
+        s.read + s.written for plan in planned(model).plans for s in plan.steps
+    )
+
+
+def test_slices_of_lists_that_a_call_changes(monkeypatch):
+    slices_pay(monkeypatch)
+    model, stock = in_parts()
+    ours, theirs = [], []
+    for seed in range(4):
+        agree(model(image(seed=seed), ours), stock(image(seed=seed), theirs))
+        agree(ours, theirs)
+    assert [plan.slices.number for plan in planned(model).plans] == [2] * 3
+
+
+def test_one_function_serves_all_slices(monkeypatch):
+    """Also if a slice has less than 16 bytes, for which kernels are compiled."""
+    slices_pay(monkeypatch)
+    stock = net()
+    model = sdfastgn.optimize(copy.deepcopy(stock))
+    for _ in range(3):
+        agree(model(noise(3, 3, 1, 1)), stock(noise(3, 3, 1, 1)))
+    (made,) = next(iter(planned(model)._by_state.values())).made.values()
+    assert (made.baked.recorded, made.baked.declined) == (1, {})
+
+
+def test_slices_without_kernels_that_fail(monkeypatch):
+    slices_pay(monkeypatch)
+    stock = net()
+    model = sdfastgn.optimize(copy.deepcopy(stock))
+    agree(model(image()), stock(image()))
+
+    def fail(self, xs, **given):
+        raise dispatch.KernelError("off")
+
+    monkeypatch.setattr(Baked, "run", fail)
+    agree(model(image()), stock(image()))
+    assert planned(model).calls == 2
+
+
+def test_one_slice_is_compiled_ahead(monkeypatch):
+    slices_pay(monkeypatch)
+    model = sdfastgn.optimize(net())
+    model(image())
+    (plan,) = planned(model).plans
+    results = []
+    monkeypatch.setattr(plans_run, "rehearse", lambda run, device: results.extend(run()))
+    plan.compile_ahead([image()], torch.device("cpu"))
+    assert [len(y) for y in results] == [1]
+
+
+@pytest.mark.gpu
+def test_memory_does_not_grow_with_the_batch():
+    layers = nn.Conv2d(3, 128, 3, padding=1), Block(128), Block(128), nn.Conv2d(128, 3, 3, padding=1)
+    model = sdfastgn.optimize(randomize(nn.Sequential(*layers)).cuda().half())
+    most = []
+    for batch in (1, 8):
+        x = torch.randn(batch, 3, 1024, 1024, device="cuda", dtype=torch.float16)
+        model(x)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(x)
+        most.append(torch.cuda.max_memory_allocated() - before - 2 * x.nbytes)
+    assert planned(model).plans[-1].slices.number == 8
+    assert most[1] < 1.1 * most[0]
 
 
 # ---- plans are made and used

@@ -5,7 +5,7 @@ import torch
 
 from sdfastgn.plans.trace.traced import Untraceable
 from tests.plans import programs
-from tests.plans.engine import everything_pays, planned
+from tests.plans.engine import everything_pays, planned, planned_in_slices
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
 
@@ -41,30 +41,37 @@ def test_many_programs(first):
     check(range(first, first + 10 * CHUNK))
 
 
-def check(seeds):
-    refused = {seed: why for seed in seeds if (why := refusal(seed))}
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 300, CHUNK))
+def test_programs_in_slices(first):
+    """One in six has independent samples."""
+    check(range(first, first + CHUNK), planned_in_slices)
+
+
+def check(seeds, plan_of=planned):
+    refused = {seed: why for seed in seeds if (why := refusal(seed, plan_of))}
     assert len(refused) <= MOST_UNTRACEABLE * len(seeds), refused
 
 
-def refusal(seed):
+def refusal(seed, plan_of):
     """Why the program of ``seed`` has no plan; empty if it has one. Fails if its plan is wrong."""
     program = programs.Program(seed)
     try:
-        found = fault(program)
+        found = fault(program, plan_of)
     except Untraceable as why:
         if not program.may_be_refused and not str(why).startswith(BY_STRIDES):
             pytest.fail(f"{why}\n{program.described()}")
         return str(why)
     if found:
-        program = programs.reduced(program, fault)
-        pytest.fail(f"{found}; reduced: {fault(program)}\n{program.described()}")
+        program = programs.reduced(program, lambda program: fault(program, plan_of))
+        pytest.fail(f"{found}; reduced: {fault(program, plan_of)}\n{program.described()}")
     return ""
 
 
-def fault(program):
+def fault(program, plan_of):
     """What is wrong with the plan of ``program``, or what it raises."""
     try:
-        return programs.fault(program, planned)
+        return programs.fault(program, plan_of)
     except Untraceable:
         raise
     except Exception as error:

@@ -6,7 +6,7 @@ A wrong rule is a change in the text of a rule, most often a condition that is l
 import pytest
 
 from tests.plans import programs
-from tests.plans.engine import everything_pays, planned
+from tests.plans.engine import everything_pays, planned, planned_in_slices
 from tests.plans.wrong_rules import Wrong, changed_codes, put_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
@@ -374,6 +374,12 @@ WRONG = [
         'if owner is not None and (owner in seen or owner.op != "call_function"):',
         "if False:",
     ),
+    Wrong("samples may be mixed", "slices", "axis is None or axis in along", "axis is None"),
+    Wrong("samples may be anywhere after a reshape", "slices", " and math.prod(after[:i]) == outer", ""),
+    Wrong("a sample has any number of elements", "slices", "size % samples == 0 and ", "", 279),
+    Wrong("operands are aligned at the first axis", "slices", "rank(n) - rank(a) for", "0 for", 202),
+    Wrong("a tensor of all samples has any size", "slices", "if others or size != (", "if others and ("),
+    Wrong("samples have the same values", "slices", "_is_equal_along_samples(n, samples) else", "True else"),
 ]
 
 
@@ -381,20 +387,21 @@ WRONG = [
 def test_a_wrong_rule_is_seen(wrong, monkeypatch):
     everything_pays(monkeypatch)
     codes = [*changed_codes(wrong)]
+    plan_of = planned_in_slices if wrong.module == "slices" else planned
     for seed in (*range(wrong.first, MOST), *range(wrong.first)):
         program = programs.Program(seed)
         if program.may_be_refused:
             continue
         with monkeypatch.context() as patch:
             put_in(patch, codes)
-            found = fault(program)
-        if found and not fault(program):  # it is the wrong rule that makes the program wrong
+            found = fault(program, plan_of)
+        if found and not fault(program, plan_of):  # it is the wrong rule that makes the program wrong
             return
     pytest.fail(f"{MOST} programs are right with this wrong rule: {wrong.name}")
 
 
-def fault(program):
+def fault(program, plan_of):
     try:
-        return programs.fault(program, planned)
+        return programs.fault(program, plan_of)
     except Exception as error:
         return f"{type(error).__name__}: {error}"

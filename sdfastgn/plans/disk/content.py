@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from sdfastgn.kernels.common.private import schema_of
 from sdfastgn.plans.outcome import MARKS, Outcome, Output
 from sdfastgn.plans.run import steps
+from sdfastgn.plans.run.slices import Slices
 from sdfastgn.plans.trace.traced import Traced
 
 # Bytes. A plan with larger constants is not kept on disk.
@@ -35,7 +36,7 @@ _STEPS = {
     for name, step in vars(steps).items()
     if isinstance(step, FunctionType) and step.__module__.startswith(steps.__name__)
 }
-_RECORDS = {kind.__name__: kind for kind in (steps.Group, steps.Channel, *MARKS)}
+_RECORDS = {kind.__name__: kind for kind in (steps.Group, steps.Channel, Slices, *MARKS)}
 # Key in a file -> the type of a value that the file has as its name in ``torch``, such as "float16".
 _NAMED = {"dtype": torch.dtype, "format": torch.memory_format, "layout": torch.layout}
 
@@ -68,6 +69,7 @@ def text_of(model: nn.Module, traced: Traced, graph: fx.Graph, outcome: Outcome)
         "meta": [_written(meta, {}) for meta in metas],
         "nodes": rows,
         "outcome": _written(outcome.recorded, {}),
+        "slices": _written(traced.slices, {}),
     }
     return json.dumps(content, separators=(",", ":"))
 
@@ -94,7 +96,7 @@ def read(text: str, model: nn.Module, tensors: list[Tensor]) -> tuple[Traced, fx
     parameters = [(modules[path], kind, name) for path, kind, name in content["parameters"]]
     spec = pytree.tree_flatten((tuple(tensors), {}))[1]
     out_spec = pytree.tree_flatten([0] * len(nodes[-1].args[0]))[1]
-    traced = Traced(root, parameters, [], spec, out_spec)
+    traced = Traced(root, parameters, [], spec, out_spec, _read(content["slices"], []))
     return traced, graph, Outcome.of(_read(content["outcome"], []))
 
 

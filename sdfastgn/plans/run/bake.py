@@ -91,8 +91,14 @@ class Baked:
     def run(self, inputs: list[Tensor], *, frees: bool = False) -> list[Any]:
         """``plan.run(inputs)``: the same bits, and new tensors in each call.
 
-        ``frees``: empties the list, so that each input can be freed after its last use.
+        ``frees``: empties the list, so that each input can be freed after its last use. Slices read it until
+        the last one.
         """
+        if self.plan.slices is not None:
+            return self.plan.slices.run(self._run, inputs)
+        return self._run(inputs, frees)
+
+    def _run(self, inputs: list[Tensor], frees: bool = True) -> list[Any]:
         bound, why = self._bound, self._why_not()
         if why is None and (bound is None or bound.run is None or self._addresses() != bound.addresses):
             with self._lock:
@@ -102,7 +108,7 @@ class Baked:
         why = why or _misfit(bound, inputs)  # type: ignore[arg-type]
         if why is not None:
             self.declined[why] += 1
-            return self.plan.run(inputs)
+            return self.plan.run_slice(inputs)
         given = inputs if frees else [*inputs]
         if not torch.is_grad_enabled() and not any_autocast():
             return bound.run(given)  # type: ignore[union-attr]
@@ -146,7 +152,7 @@ class Baked:
                 results, recording = record(self.plan.graph, operands.aliases, inputs)
         except Unrecordable as why:
             self.declined[str(why)] += 1
-            return self.plan.run(inputs)
+            return self.plan.run_slice(inputs)
         self._bake(recording, operands, inputs)
         returned = [] if isinstance(recording, str) else enumerate(recording.results)
         for i, operand in returned:

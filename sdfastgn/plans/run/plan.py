@@ -27,6 +27,7 @@ from sdfastgn.kernels.common.private import any_autocast
 from sdfastgn.kernels.product import packed
 from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.aliases import base, is_view, writes_over
+from sdfastgn.plans.run.slices import Slices
 from sdfastgn.plans.run.traffic import Step, memory, steps_of, table
 from sdfastgn.plans.trace.refusals import DRAWN, is_random
 from sdfastgn.plans.trace.traced import Traced
@@ -56,7 +57,8 @@ class Plan:
         parameters: for each parameter or buffer, the dict of its module that has it, and its name there.
         others: tensors from elsewhere, except those that only constants are computed from.
         copies: for each tensor in E4M3 or of scales that ``copy_of`` has, its list, and its index there.
-        steps: one record a step.
+        slices: how a run divides its tensors; None if the graph computes the whole call.
+        steps: one record a step. They are those of one slice.
         writes: True if a run writes into arguments, parameters or others.
         draws: True if a run draws random numbers.
         copies_from_cpu: True if a run copies tensors from the CPU to another device.
@@ -76,7 +78,11 @@ class Plan:
         self.parameters = list(read.values())
         pairs = zip(placeholders[count[0] : count[1]], traced.others, strict=True)
         others = {n: t for n, t in pairs if _is_read(n)}
-        self._inputs = [(n.meta["shape"], n.meta["dtype"], n.meta["device"]) for n in inputs]
+        self.slices: Slices | None = traced.slices
+        shapes = [n.meta["shape"] for n in inputs]
+        if self.slices is not None:
+            shapes = list(map(self.slices.whole, shapes, self.slices.inputs))
+        self._inputs = [(s, n.meta["dtype"], n.meta["device"]) for s, n in zip(shapes, inputs, strict=True)]
         written = {n.args[0] for n in graph.nodes if n.target is aten.copy_.default}
         first_input = inputs[0] if inputs else None
         tables = [n for n, t in others.items() if n not in written and _is_table(t, inputs)]
@@ -123,8 +129,19 @@ class Plan:
 
     def run(self, inputs: Sequence[Tensor]) -> list[Any]:
         """The flat list of results for the tensors among the arguments. Nothing is checked."""
+        if self.slices is not None:
+            return self.slices.run(self.run_slice, inputs)
+        return self.run_slice(inputs)
+
+    def run_slice(self, inputs: Sequence[Tensor]) -> list[Any]:
+        """``run`` for the tensors of one slice. Without slices, they are those of the call."""
         with torch.no_grad(), without_autocast():
             return self._forward(*self.operands(inputs))
+
+    @property
+    def runs(self) -> int:
+        """How often the steps run in one call."""
+        return 1 if self.slices is None else self.slices.number
 
     @property
     def given(self) -> tuple[list[Node], list[Node]]:
@@ -152,7 +169,8 @@ class Plan:
         Its steps run once, and their results are meaningless. So call it only if the plan neither writes nor
         draws.
         """
-        rehearse(lambda: self.run(inputs), device)
+        given = inputs if self.slices is None else self.slices.slice(inputs, 0)
+        rehearse(lambda: self.run_slice(given), device)
 
     def operands(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The present values of the placeholders of ``graph``."""
@@ -175,7 +193,8 @@ class Plan:
 
     def __str__(self) -> str:
         """One line a step, then the totals, and the ops that stayed as upstream wrote them."""
-        return table(self.steps)
+        text = table(self.steps)
+        return text if self.runs == 1 else f"{text}\nrun {self.runs} times, for a part of the samples each"
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
         if len(inputs) != len(self._inputs):

@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx import Node
 
 from sdfastgn.plans.run import steps
-from sdfastgn.plans.run.aliases import base, is_view
+from sdfastgn.plans.run.aliases import base, is_view, writes_over
 
 aten = torch.ops.aten
 # Steps that write a part of their first argument. They read none of it.
@@ -113,6 +113,31 @@ def memory(n: Node) -> int:
     if is_view(n) and n.target is not operator.getitem:
         size = min(size, memory(n.args[0]))
     return size
+
+
+def peak(graph: fx.Graph) -> int:
+    """The most bytes that values of ``graph`` take at any time, apart from its placeholders.
+
+    A value exists until its last use. A ``reshape`` that has to copy counts as a view.
+    """
+    homes: dict[Node, Node] = {}
+    last: dict[Node, Node] = {}  # home of a value -> the last node that reads it
+    for n in graph.nodes:
+        source: Any = n.args[0] if is_view(n) or writes_over(n) else n
+        if n.target is operator.getitem and (n.args[1] or not writes_over(source)):
+            source = n  # an item of the results of a step that computes them
+        homes[n] = n if source is n else homes[source]
+        last.update((homes[a], n) for a in n.all_input_nodes)
+    ends: dict[Node, list[Node]] = collections.defaultdict(list)
+    for home, n in last.items():
+        ends[n].append(home)
+    sizes = {n: _bytes(n) for n, home in homes.items() if n is home and n.op == "call_function"}
+    now = most = 0
+    for n in graph.nodes:
+        now += sizes.get(n, 0)
+        most = max(most, now)
+        now -= sum(sizes.get(home, 0) for home in ends[n])
+    return most
 
 
 def _step(n: Node) -> Step:

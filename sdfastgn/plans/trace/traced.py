@@ -41,6 +41,7 @@ class Traced(NamedTuple):
         others: tensors from elsewhere that are read, such as those of closures and plain attributes.
         spec: the ``TreeSpec`` of (args, kwargs).
         out_spec: the ``TreeSpec`` of the result.
+        slices: the ``Slices`` of the call, if ``graph`` computes one of them (``rewrite/slices.py``).
     """
 
     graph: fx.GraphModule
@@ -48,3 +49,4 @@ class Traced(NamedTuple):
     others: list[Tensor]
     spec: Any
     out_spec: Any
+    slices: Any = None

@@ -27,6 +27,7 @@ from tests.patches.cases import agree, noise
 from tests.patches.samples import randomize
 from tests.plans.disk import small
 from tests.plans.disk.run_once import imported
+from tests.plans.engine import slices_pay
 from tests.processes import run_together
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
@@ -81,6 +82,15 @@ def test_results_and_changed_lists(monkeypatch):
         assert found.keys() == expected.keys()
         agree((found["sample"], *found["parts"], *kept), (expected["sample"], *expected["parts"], *wanted))
     assert vars(model)["forward"].loads == 1
+
+
+def test_slices(monkeypatch):
+    slices_pay(monkeypatch)
+    stock = net()
+    for count in (TRACED, LOADED):
+        planned = vars(model := sdfastgn.optimize(copy.deepcopy(stock)))["forward"]
+        agree(model(noise(3, 3, 6, 6)), stock(noise(3, 3, 6, 6)))
+        assert ((planned.traces, planned.loads), planned.plans[0].slices.number) == (count, 3)
 
 
 # ---- each part of the key

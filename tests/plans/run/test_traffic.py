@@ -7,7 +7,7 @@ import torch
 
 from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.aliases import base, copies, is_view, writes_over
-from sdfastgn.plans.run.traffic import memory, steps_of, table
+from sdfastgn.plans.run.traffic import memory, peak, steps_of, table
 from tests.plans.run.graphs import Drawn
 
 aten = torch.ops.aten
@@ -90,6 +90,21 @@ def test_results_that_nobody_reads_are_not_counted():
     drawn = Drawn((1, 2, 4, 4), (1, 2, 4, 4))
     drawn.add(steps.add, *drawn.inputs, None, 1.0, False, items=[(1, 2, 4, 4)])
     assert traffic(drawn) == {"add": (256, 128)}
+
+
+def test_the_most_bytes_at_once():
+    drawn = Drawn((1, 2, 4, 4), (2,))  # 128 bytes
+    x, bias = drawn.inputs
+    y = drawn.add(aten.neg.default, x)
+    view = drawn.add(steps.reshape, y, (2, 16), shape=(2, 16))
+    assert peak(drawn.graph) == 128
+    z = drawn.add(steps.group_norm, x)
+    (w,) = drawn.add(steps.add_bias_, z, bias, False, items=[(1, 2, 4, 4)])  # over z
+    assert peak(drawn.graph) == 128
+    drawn.add(aten.mul.Tensor, w, drawn.add(aten.relu.default, view, shape=(2, 16)))
+    assert peak(drawn.graph) == 3 * 128  # y until its view was read, then w, relu and mul
+    drawn.graph.output([w, view])
+    assert peak(drawn.graph) == 4 * 128
 
 
 def test_in_place_steps_read_and_write():
