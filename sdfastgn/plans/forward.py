@@ -72,6 +72,9 @@ _IDLE_CALLS = 2
 # A kind of call is traced again once after a trace that failed: the first call of some models makes
 # attributes or fills caches, and the trace of a later call succeeds.
 _TRACES = 2
+# Plans that ran fewer calls than this before the model changed had a short life. A trace takes as long as the
+# Python of 30 to 60 calls, and a call of a plan saves a part of that, or of the GPU's time.
+SHORT_LIFE = 16
 # Masks are asked what they hide when the same tensors were looked up so many times. A call of a module with
 # CUDA graphs looks once more.
 _LOOKS = 2
@@ -700,7 +703,7 @@ class PlannedForward(MethodEntry):
         with self._lock:
             if plans in self._by_state.values():
                 self._policy.last_change = change or plans.guard.change()
-                self._policy.model_changed(plans.calls)
+                self._policy.model_changed(plans.calls, SHORT_LIFE)
                 self._by_state = {k: v for k, v in self._by_state.items() if v is not plans}
                 self._state = State()  # it may have modules that are not in the model any more
 

@@ -473,6 +473,17 @@ def test_a_model_that_changes_in_each_call_makes_no_plans_inside(pair, monkeypat
     assert reason == "the model has changed: attribute scale of blocks.0 changed from 1.5 to 2.5"
 
 
+@pytest.mark.parametrize(("calls", "traces"), [(4, 4), (planned_forward.SHORT_LIFE, 9)])
+def test_traces_that_save_little_become_rare(pair, calls, traces):
+    """A change after each ``calls`` calls. A trace takes as long as many of them."""
+    model, stock = pair
+    for i in range(8 * calls):
+        if i % calls == 0:
+            model.blocks[0].scale = stock.blocks[0].scale = 0.1 * i
+        follows_stock(model, stock, seeds=(i,))
+    assert planned(model).traces == traces
+
+
 def test_a_norm_of_weights_that_lie_channels_last(pair):
     for each in pair:
         each.conv_in.to(memory_format=torch.channels_last)
