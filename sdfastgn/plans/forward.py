@@ -258,8 +258,8 @@ class PlannedForward(MethodEntry):
         except torch.OutOfMemoryError as error:
             self.clear()
             self._policy.pause_without_memory()
-            if found is not None and any(t is None for t in found.call.tensors):
-                raise  # some arguments are gone, as after an error in the model's own code
+            if found is not None and (found.made.plan.writes or any(t is None for t in found.call.tensors)):
+                raise  # some arguments are gone or written, as after an error in the model's own code
             raise Unsupported(NO_MEMORY) from error
         raise Unsupported("other code is replaced while it runs")
 

@@ -20,6 +20,7 @@ from sdfastgn.kernels.common.compile_ahead import rehearsal
 from sdfastgn.plans import forward as planned_forward
 from sdfastgn.plans import making, store
 from sdfastgn.plans.forward import PlannedForward
+from sdfastgn.plans.outcome import Outcome
 from sdfastgn.plans.run.bake import Baked
 from sdfastgn.plans.run.plan import Plan
 from tests.patches.cases import agree, noise
@@ -786,6 +787,26 @@ def test_an_error_after_arguments_were_let_go(monkeypatch):
             model(image(), items)
     assert items[0] is None
     assert planned(model).own == {}
+
+
+class WritesItsArgument(Net):
+    def forward(self, x):
+        return super().forward(x.mul_(2))
+
+
+def test_an_error_after_arguments_were_written(monkeypatch):
+    """The model's own code would write them a second time."""
+    model = sdfastgn.optimize(net(WritesItsArgument))
+    model(image())
+
+    def fails(*args):
+        raise torch.OutOfMemoryError
+
+    x = image()
+    monkeypatch.setattr(Outcome, "deliver", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(x)
+    assert torch.equal(x, image() * 2)
 
 
 def test_nothing_is_let_go_if_the_model_has_changed():
