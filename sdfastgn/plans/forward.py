@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -71,11 +72,17 @@ _IDLE_CALLS = 2
 # A kind of call is traced again once after a trace that failed: the first call of some models makes
 # attributes or fills caches, and the trace of a later call succeeds.
 _TRACES = 2
+# Plans that ran fewer calls than this before the model changed had a short life. A trace takes as long as the
+# Python of 30 to 60 calls, and a call of a plan saves a part of that, or of the GPU's time.
+SHORT_LIFE = 16
 # What masks hide is computed when the same tensors were looked up this number of times. A call of a module
 # with CUDA graphs looks once more.
 _LOOKS = 2
 # What was found out about the masks of a call that is captured: (its plan with masks, the lengths).
 _known: ContextVar[tuple[Made, Lengths | None] | None] = ContextVar("sdfastgn_known", default=None)
+# Module -> each ``PlannedForward`` made for it. A search in the module would not find one that other code has
+# wrapped, because then the module's ``__dict__`` has the wrapper.
+_put_into: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[PlannedForward]] = weakref.WeakKeyDictionary()
 # True inside of a call that runs the model's own code only once: modules inside make no plans for it.
 _is_alone: ContextVar[bool] = ContextVar("sdfastgn_is_alone", default=False)
 
@@ -131,6 +138,7 @@ class PlannedForward(MethodEntry):
             has none.
 
     Attributes:
+        is_on: False after it was taken off. Then it calls the class's method, if other code still calls it.
         calls: number of calls whose result came from a plan.
         traces: number of traces so far.
         loads: number of plans that came from disk.
@@ -140,8 +148,8 @@ class PlannedForward(MethodEntry):
     # As in ``GraphedForward``: instances have no ``__dict__``, because accelerate's hooks would copy it.
     __slots__ = (
         "_by_state", "_captured", "_compiled", "_is_captured", "_is_timed", "_lock", "_own_threads",
-        "_policy", "_state", "_states", "calls", "loads", "own", "replaces_entry", "traces", "trusted",
-        "verifies", "weights",
+        "_policy", "_state", "_states", "calls", "is_on", "loads", "own", "replaces_entry", "traces",
+        "trusted", "verifies", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -172,6 +180,9 @@ class PlannedForward(MethodEntry):
         self._own_threads: list[int] = []  # threads that run the model's own code
         self.calls = self.traces = self.loads = 0
         self.own: Counter[str] = Counter()
+        self.is_on = True
+        if states is None:  # else a ``GraphedForward`` is in the module
+            _put_into.setdefault(module, weakref.WeakSet()).add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PlannedForward, (self.module, *self._options)
@@ -182,6 +193,11 @@ class PlannedForward(MethodEntry):
     @property
     def _options(self) -> tuple[Any, ...]:
         return self.trusted, self.replaces_entry, self.method, None, self.verifies
+
+    @classmethod
+    def of(cls, module: nn.Module) -> list[PlannedForward]:
+        """Those that may run calls of ``module``. Other code may have wrapped them."""
+        return [each for each in list(_put_into.get(module, ())) if each.is_on]
 
     @property
     def plans(self) -> list[Plan]:
@@ -197,7 +213,7 @@ class PlannedForward(MethodEntry):
         module = self.module
         if torch.compiler.is_compiling():
             return self._compiled(module, *args, **kwargs)
-        if is_tracing() or _is_alone.get():
+        if is_tracing() or _is_alone.get() or not self.is_on:
             return getattr(type(module), self.method)(module, *args, **kwargs)
         own_call: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         for _ in range(2):
@@ -240,8 +256,8 @@ class PlannedForward(MethodEntry):
         except torch.OutOfMemoryError as error:
             self.clear()
             self._policy.pause_without_memory()
-            if found is not None and any(t is None for t in found.call.tensors):
-                raise  # some arguments are gone, as after an error in the model's own code
+            if found is not None and (found.made.plan.writes or any(t is None for t in found.call.tensors)):
+                raise  # some arguments are gone or written, as after an error in the model's own code
             raise Unsupported(NO_MEMORY) from error
         raise Unsupported("other code is replaced while it runs")
 
@@ -685,7 +701,7 @@ class PlannedForward(MethodEntry):
         with self._lock:
             if plans in self._by_state.values():
                 self._policy.last_change = change or plans.guard.change()
-                self._policy.model_changed(plans.calls)
+                self._policy.model_changed(plans.calls, SHORT_LIFE)
                 self._by_state = {k: v for k, v in self._by_state.items() if v is not plans}
                 self._state = State()  # it may have modules that are not in the model any more
 

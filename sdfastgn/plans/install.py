@@ -288,9 +288,9 @@ def install(
         return
     for module in root.modules():  # also those that have plans because of a boundary
         planned = _planned(module)
-        own = None if planned is None else (planned.trusted, planned.verifies, planned.weights)
-        if own is not None and own != (trusted, verifies, weights):
-            _take_off(module).clear()
+        if planned and (planned.trusted, planned.verifies, planned.weights) != (trusted, verifies, weights):
+            for each in _take_off(module):
+                each.clear()
     for module in entrances(root):
         planned = _planned(module)
         # A plan would not run the graphs of the modules in it.
@@ -299,9 +299,9 @@ def install(
         if planned is None and place in _PLACES and not is_layer:
             options = module, trusted, verifies, weights
             kept = next((f for f in former if (f.module, f.trusted, f.verifies, f.weights) == options), None)
-            vars(module)[place] = kept or PlannedForward(
-                module, trusted, place in vars(module), verifies=verifies, weights=weights
-            )
+            own_entry = place in vars(module)
+            made = kept or PlannedForward(module, trusted, own_entry, verifies=verifies, weights=weights)
+            made.is_on, vars(module)[place] = True, made
             guard(module)
         if _planned(module) is not None and not takes_adapters(list(module.modules())):
             stop_checking([module])  # the ``PlannedForward`` compares the code
@@ -361,7 +361,7 @@ def remove(root: nn.Module) -> None:
 
 def take_off(root: nn.Module) -> list[PlannedForward]:
     """Remove each ``PlannedForward`` in ``root``, and return it with its plans."""
-    return [_take_off(module) for module in root.modules() if _planned(module) is not None]
+    return [planned for module in root.modules() for planned in _take_off(module)]
 
 
 def inspect(root: nn.Module, prefix: str = "", kind: Kind | None = None) -> Iterator[Planned]:
@@ -422,12 +422,14 @@ def _planned(module: nn.Module) -> PlannedForward | None:
     return None
 
 
-def _take_off(module: Any) -> PlannedForward:
-    planned: Any = _planned(module)
-    own = class_forward(module)
-    if vars(module).get("forward") is planned and not planned.replaces_entry:
-        del vars(module)["forward"]
-    # A hook of another library may have kept ``planned`` in order to restore it later.
-    replace_kept(module, planned, own)
-    unguard(module)
-    return planned
+def _take_off(module: Any) -> list[PlannedForward]:
+    found, own = PlannedForward.of(module), class_forward(module)
+    for planned in found:
+        planned.is_on = False
+        if vars(module).get("forward") is planned and not planned.replaces_entry:
+            del vars(module)["forward"]
+        # A hook of another library may have kept ``planned`` in order to call it, or to restore it later.
+        replace_kept(module, planned, own)
+    if found:
+        unguard(module)
+    return found

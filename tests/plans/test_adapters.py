@@ -16,7 +16,7 @@ from sdfastgn.patches.lora import adapter_survey
 from sdfastgn.patches.lora.adapter_survey import AdapterSurvey
 from sdfastgn.patches.lora.merged_weights import records
 from sdfastgn.patches.lora.merging import frozen, give_back, scaled
-from sdfastgn.plans.forward import PlannedForward
+from sdfastgn.plans.forward import SHORT_LIFE, PlannedForward
 from sdfastgn.plans.run.bake import Baked
 from tests.patches.cases import agree
 from tests.patches.code.foreign import replaced
@@ -150,8 +150,9 @@ def test_other_changes_show_in_the_next_call():
     for change in (stepped, loaded, assigned, moved, unloaded, on_other_layers):
         for each in (model, stock):
             change(each)
-        now, calls = follows(model, stock, calls=5)  # after short lives of plans there would be a pause
-        assert calls >= 4, change.__name__
+        # After short lives of plans there would be a pause.
+        now, calls = follows(model, stock, calls=SHORT_LIFE + 1)
+        assert calls >= SHORT_LIFE, change.__name__
         assert (now - before).abs().max() > 1e-3
         before = now
 

@@ -21,6 +21,7 @@ from sdfastgn.patches.graphs import policy
 from sdfastgn.plans import forward as planned_forward
 from sdfastgn.plans import making, store
 from sdfastgn.plans.forward import PlannedForward
+from sdfastgn.plans.outcome import Outcome
 from sdfastgn.plans.run import plan as plans_run
 from sdfastgn.plans.run.bake import Baked
 from sdfastgn.plans.run.plan import Plan
@@ -555,6 +556,17 @@ def test_a_model_that_changes_in_each_call_makes_no_plans_inside(pair, monkeypat
     assert reason == "the model has changed: attribute scale of blocks.0 changed from 1.5 to 2.5"
 
 
+@pytest.mark.parametrize(("calls", "traces"), [(4, 4), (planned_forward.SHORT_LIFE, 9)])
+def test_traces_that_save_little_become_rare(pair, calls, traces):
+    """A change after each ``calls`` calls. A trace takes as long as many of them."""
+    model, stock = pair
+    for i in range(8 * calls):
+        if i % calls == 0:
+            model.blocks[0].scale = stock.blocks[0].scale = 0.1 * i
+        follows_stock(model, stock, seeds=(i,))
+    assert planned(model).traces == traces
+
+
 def test_a_norm_of_weights_that_lie_channels_last(pair):
     for each in pair:
         each.conv_in.to(memory_format=torch.channels_last)
@@ -857,6 +869,26 @@ def test_an_error_after_arguments_were_let_go(monkeypatch):
             model(image(), items)
     assert items[0] is None
     assert planned(model).own == {}
+
+
+class WritesItsArgument(Net):
+    def forward(self, x):
+        return super().forward(x.mul_(2))
+
+
+def test_an_error_after_arguments_were_written(monkeypatch):
+    """The model's own code would write them a second time."""
+    model = sdfastgn.optimize(net(WritesItsArgument))
+    model(image())
+
+    def fails(*args):
+        raise torch.OutOfMemoryError
+
+    x = image()
+    monkeypatch.setattr(Outcome, "deliver", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(x)
+    assert torch.equal(x, image() * 2)
 
 
 def test_nothing_is_let_go_if_the_model_has_changed():

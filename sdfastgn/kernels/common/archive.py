@@ -46,6 +46,12 @@ _FORMAT = 2
 _MEMBER = re.compile(r"([0-9a-f]{64})/(\w{1,150}\.(?:cubin|hsaco|json))")
 # Maximum length of a kernel's name in Triton's file names.
 _LONGEST_NAME = 150
+# What ``zipfile`` and ``json`` raise for damaged files, and what reading a wrong manifest raises. An OSError
+# comes from a seek to a place before the file.
+_DAMAGED = (
+    zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError, ValueError, AttributeError, RuntimeError,
+    OSError,
+)  # fmt: skip
 
 # Device -> what ``add_archives`` did for it, in words; None if there is no archive.
 _states: dict[torch.device, str | None] = {}
@@ -198,7 +204,7 @@ def is_of_these_kernels(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return json.loads(archive.read(_MANIFEST))["source of the kernels"] == _source_hash()
-    except (zipfile.BadZipFile, KeyError, ValueError):
+    except _DAMAGED:
         return False
 
 
@@ -285,33 +291,31 @@ def _digest(key: str) -> str:
 
 def _read(path: Path, device: torch.device) -> list[tuple[Kernel, dict[str, Any], dict[str, bytes]]]:
     """Each kernel, its description, and {name: content} of its code. Raises ArchiveError as ``load`` does."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            manifest = json.loads(archive.read(_MANIFEST))
-            for what, here in _conditions(torch.cuda.get_device_capability(device)).items():
-                if manifest.get(what) != here:
-                    values = f"{manifest.get(what)!r}, here it is {here!r}"
-                    raise ArchiveError(f"{str(path)!r} was made for another {what}: {values}")
-            kernels = {key: Kernel(**parts) for key, parts in manifest["kernels"].items()}
-            files: dict[str, dict[str, bytes]] = {key: {} for key in kernels}
-            for name in archive.namelist():
-                if name != _MANIFEST:
-                    key, file = _MEMBER.fullmatch(name).groups()  # type: ignore[union-attr]
-                    files[key][file] = archive.read(name)
-        return [(kernel, *_parts_of(key, kernel, files[key])) for key, kernel in kernels.items()]
-    except ArchiveError:
-        raise
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        EOFError,
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RuntimeError,
-    ) as error:
-        raise ArchiveError(f"{str(path)!r} is no archive of kernels: {error}") from error
+    with path.open("rb") as file:  # an OSError of this line is not about the content
+        try:
+            return _kernels_in(zipfile.ZipFile(file), device)
+        except ArchiveError as error:
+            raise ArchiveError(f"{str(path)!r} {error}") from None
+        except _DAMAGED as error:
+            raise ArchiveError(f"{str(path)!r} is no archive of kernels: {error}") from error
+
+
+def _kernels_in(
+    archive: zipfile.ZipFile, device: torch.device
+) -> list[tuple[Kernel, dict[str, Any], dict[str, bytes]]]:
+    """As ``_read``. Raises one of ``_DAMAGED`` if the archive is damaged."""
+    manifest = json.loads(archive.read(_MANIFEST))
+    for what, here in _conditions(torch.cuda.get_device_capability(device)).items():
+        if manifest.get(what) != here:
+            values = f"{manifest.get(what)!r}, here it is {here!r}"
+            raise ArchiveError(f"was made for another {what}: {values}")
+    kernels = {key: Kernel(**parts) for key, parts in manifest["kernels"].items()}
+    files: dict[str, dict[str, bytes]] = {key: {} for key in kernels}
+    for name in archive.namelist():
+        if name != _MANIFEST:
+            key, file = _MEMBER.fullmatch(name).groups()  # type: ignore[union-attr]
+            files[key][file] = archive.read(name)
+    return [(kernel, *_parts_of(key, kernel, files[key])) for key, kernel in kernels.items()]
 
 
 def _parts_of(key: str, kernel: Kernel, files: dict[str, bytes]) -> tuple[dict[str, Any], dict[str, bytes]]:

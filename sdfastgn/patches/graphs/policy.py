@@ -74,13 +74,13 @@ class Policy:
 
     # ---- pauses
 
-    def model_changed(self, replays: int) -> None:
+    def model_changed(self, replays: int, fewest: int = _SHORT_LIFE) -> None:
         """Record that the model has changed after ``replays`` replays of its graphs.
 
-        If there were too few replays twice in a row, the next 4 calls run eagerly. Each further change in a
-        row after too few replays doubles this pause, up to 256 calls.
+        If there were fewer than ``fewest`` replays twice in a row, the next 4 calls run eagerly. Each further
+        change in a row after so few replays doubles this pause, up to 256 calls.
         """
-        self._short_lives = self._short_lives + 1 if replays < _SHORT_LIFE else 0
+        self._short_lives = self._short_lives + 1 if replays < fewest else 0
         if self._short_lives > 1:
             self._pause = (min(2**self._short_lives, _MAX_PAUSE), "the model changes too often")
 

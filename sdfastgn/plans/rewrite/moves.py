@@ -60,7 +60,11 @@ def mean_of_views(r: Rewriter, n: Any) -> Node | None:
         return None
     order = [kept[0], *kept[2:], kept[1], *sorted(axes)]
     places, memory = _places(source.axes), in_memory(source.view)
-    innermost = min(_flat(places[a] for a in kept), key=lambda p: (memory.shape[p] == 1, memory.stride(p)))
+    innermost = min(
+        _flat(places[a] for a in kept),
+        key=lambda p: (memory.shape[p] == 1, memory.stride(p)),
+        default=None,  # the result has one element
+    )
     if innermost not in places[kept[1]]:
         return None  # the channels do not come last in memory
     view = r.permute(source.view, _flat(places[a] for a in order))

@@ -51,7 +51,7 @@ def trace(
     """
     if is_tracing():
         raise Untraceable("the call runs inside of a trace of another call")
-    traced = None
+    traced = interrupt = None
     with without_collections(), noted() as reasons:
         tracer = Tracer((model, *beside), strides_of)
         state = ModuleState(model)
@@ -59,12 +59,16 @@ def trace(
             traced = tracer.traced(call, args, kwargs)
         except Exception as error:
             reasons.append(reason_of(error))
+        except BaseException as error:  # such as KeyboardInterrupt: the model is put back first
+            interrupt = error
         sets_attributes = not reasons
         reasons += state.restore()
         sets_attributes = sets_attributes and bool(state.changed)
         made = tracer.made
         tracer.let_go()
         reasons += kept(made)
+    if interrupt is not None:
+        raise interrupt
     if reasons or traced is None:
         raise Untraceable(reasons[0], state.kept(), sets_attributes)
     return traced

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -187,6 +188,15 @@ def test_no_archive(damage, path, cache):
     with pytest.raises(ArchiveError, match="is no archive of kernels"):
         archive.load(path, GPU)
     assert not cache.exists()
+
+
+def test_no_wrong_byte_raises_another_error(path, cache):
+    data = path.read_bytes()
+    for place in range(0, len(data), 5):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 255]) + data[place + 1 :])
+        with contextlib.suppress(ArchiveError):
+            archive.load(path, GPU)
+        archive.is_of_these_kernels(path)
 
 
 def test_a_failed_export_leaves_the_file(path, tmp_path, monkeypatch):

@@ -223,6 +223,10 @@ def test_a_mean_of_one_element_is_the_element():
     assert steps_of(lambda x: x[:, :1].mean() * 2, image) == ["aten.mean", "aten.mul"]
 
 
+def test_a_mean_of_all_elements():
+    checked(lambda x: x.reshape(1, -1, 1, 1, 1).mean(1), last(1, 4, 2, 4, 5))
+
+
 def test_a_mean_in_another_dtype_has_it():
     found = checked(
         lambda x: to_channels(x, 2, 2).unflatten(1, (8, 4)).mean(2, dtype=torch.float64), last(2, 8, 6, 4)

@@ -246,6 +246,26 @@ def test_a_cache_is_emptied_after_a_refused_trace_too():
     assert torch.equal(ones(4), torch.ones(4))
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_an_interrupted_trace_leaves_nothing(kind):
+    @functools.cache
+    def ones(n):
+        return torch.ones(n)
+
+    def call(net, x):
+        net.cache = x * ones(4)
+        net.items.append(net.cache)
+        raise kind
+
+    net = Net(call)
+    before = list(net.items)
+    with pytest.raises(kind):
+        trace(net, net, torch.randn(4, 4))
+    assert not hasattr(net, "cache")
+    assert net.items == before
+    assert torch.equal(ones(4), torch.ones(4))
+
+
 def test_a_cache_that_an_earlier_call_filled_is_read():
     @functools.cache
     def frequencies(n):
