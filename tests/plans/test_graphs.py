@@ -74,6 +74,7 @@ class Pair:
         return found.captured, found.alive, found.replays
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["FluxTransformer2DModel", SD3, "QwenImageTransformer2DModel"])
 def test_a_plan_is_captured_once_the_gpu_has_waited_twice(name, device):

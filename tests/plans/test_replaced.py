@@ -70,7 +70,7 @@ def follows(unet, stock, inputs, calls=4):
     return expected
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("case", IGNORED, ids=lambda case: f"{case[0].__name__}.{case[1]}")
 def test_replaced_code_runs_as_a_plan(made, case):
     unet, stock, inputs = made

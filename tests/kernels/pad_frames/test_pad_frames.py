@@ -185,6 +185,7 @@ def test_every_dtype_and_width(shape, dtype, device):
     check(x, norm=GroupNorm(2))
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("kind", ["copy", "norm", "groups"])
 @pytest.mark.parametrize("mode", ["zeros", "replicate"])
 @pytest.mark.parametrize("upsample", [(1, 2, 2), (2, 2, 2), (2, 1, 1), (3, 1, 2)], ids=str)
@@ -257,6 +258,7 @@ def test_windows_are_frames_side_by_side(kind, mode, device):
                 assert torch.equal(kept, also_kept)
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("frames", "of"), [(1, 1), (3, 3), (5, 3), (9, 3), (2, 2), (4, 2), (6, 2), (8, 1)], ids=str

@@ -58,7 +58,7 @@ def is_all_merged(model):
     return merged.layers == len(wrappers(model)) and all(map(is_merged, wrappers(model)))
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", ["sd3-before-optimize", *TRANSFORMERS])
 @torch.no_grad()
 def test_every_layer_is_merged(name):
@@ -103,6 +103,7 @@ class Full(nn.Module):
             raise torch.OutOfMemoryError("for the test")
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("name", CHANGES)
 @torch.no_grad()
 def test_a_change_shows_in_the_next_call(name):
