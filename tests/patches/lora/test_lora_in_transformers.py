@@ -306,6 +306,7 @@ def test_replaced_code_runs(holder):
     agree(SD3.run(model), SD3.run(stock), 1e-4)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled_as_one_graph():
     """diffusers allows its blocks in graphs, so torch.compile cannot look into their class."""
