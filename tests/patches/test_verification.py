@@ -263,7 +263,6 @@ def broken(request, monkeypatch):
     )
 
 
-@pytest.mark.drawn(2)
 def test_a_wrong_part_is_put_back(broken):
     model = unet()
     stock = copy.deepcopy(model)
@@ -286,7 +285,6 @@ def test_a_wrong_part_is_put_back(broken):
     assert set(statuses(model).values()) == {"fusable"}
 
 
-@pytest.mark.drawn(2)
 def test_strict_is_an_error_and_changes_nothing(broken):
     model = unet()
     before = snapshot(model)

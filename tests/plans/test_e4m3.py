@@ -190,7 +190,6 @@ def made_strong(model):
     model.transformer_blocks[0].attn.to_v.weight[::7] *= 100
 
 
-@pytest.mark.drawn(3)
 @pytest.mark.parametrize("change", [scaled, written_through_data, replaced_data, loaded, made_strong])
 def test_changed_weights_are_quantized_again(change):
     model = in_e4m3(made())

@@ -138,6 +138,7 @@ def test_adapters_where_no_code_is_known(monkeypatch, device):
     assert state(unet).captured == 1
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies(made, copied):
     unet, stock, inputs = made

@@ -170,6 +170,7 @@ def test_every_number_of_frames(kind, border, mode, some, device):
         check(x, cache, norm=NORMS[kind](norm), shift=shift if is_shifted else None, **options)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 30, 2, 3, 3), (1, 96, 1, 4, 6), (1, 1500, 1, 2, 1)], ids=str)
 def test_every_dtype_and_width(shape, dtype, device):
@@ -206,6 +207,7 @@ def test_upsampling(upsample, mode, kind, device):
             check(x, cache, keep=2, shift=shift, **options)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("mode", ["zeros", "replicate"])
 def test_frames_behind(mode, kind, device):
@@ -234,6 +236,7 @@ def test_an_eps_within_the_root(C, dtype, device):
     assert not y.any()
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("mode", ["zeros", "replicate", "reflect"])
 @pytest.mark.parametrize("kind", ["copy", "norm", "groups"])
 def test_windows_are_frames_side_by_side(kind, mode, device):

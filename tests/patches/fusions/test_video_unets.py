@@ -157,6 +157,7 @@ def other_attention(module):
             child.set_processor(AttnProcessor())
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("change", [hooked_block, hooked_attention, hooked_layers, chunks, other_attention])
 @pytest.mark.parametrize("name", ["svd", "animatediff", "text_to_video"])
 def test_what_is_not_plain_runs_stocks_code(name, change, fused):

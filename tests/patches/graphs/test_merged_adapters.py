@@ -401,6 +401,7 @@ def test_a_layer_whose_weight_is_read_in_each_call(device):
     assert unet.encoder_hid_proj.image_projection_layers[0].image_embeds in records
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("is_first", [True, False], ids=["before-optimize", "after-optimize"])
 def test_first_and_last_convolutions_are_merged(is_first):
     """They have sdfastgn's hooks, which change layouts. With merged weights, the hooks still run."""

@@ -257,6 +257,7 @@ def only_after(clear):
     return clear_cache, "has no attribute '_feat_map'"
 
 
+@pytest.mark.drawn(2)
 @each_chunked
 @pytest.mark.parametrize("when", [only_before, only_after])
 def test_caches_that_outlive_a_call(case, when, monkeypatch):
@@ -301,6 +302,7 @@ def test_restored_bit_by_bit(case):
     assert torch.equal(vae.decode(z).sample, expected)
 
 
+@pytest.mark.drawn(2)
 @each_chunked
 @each_copy
 def test_a_copy_is_independent(case, copied):
