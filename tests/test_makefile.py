@@ -43,6 +43,17 @@ def test_test_compile_collects_each_file_with_its_marker() -> None:
     assert all(path in (ROOT / "Makefile").read_text() for path in marked)
 
 
+def test_test_slow_collects_each_file_with_its_markers(tmp_path: Path) -> None:
+    """No file hands slow cases to tests of another file, which would have none of these words."""
+    words = re.compile("mark[.](slow|drawn)")
+    marked = {
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.glob("tests/**/*.py")
+        if words.search(path.read_text())
+    }
+    assert marked == {*re.findall(r"\S+\.py", run_make(tmp_path, "test-slow")[1])}
+
+
 def test_each_test_is_in_a_target(tmp_path: Path) -> None:
     """Whatever its markers are, but many_programs, whose files have a target."""
     chosen = {}
