@@ -3,6 +3,7 @@
 Markers and the fixtures that tests ask for by name are in ``tests/plugin.py``.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib.util
@@ -14,6 +15,9 @@ import torch
 from filelock import FileLock
 
 pytest_plugins = ["tests.plugin"]
+
+# Off until all tests are collected: hardly anything that is imported until then becomes garbage.
+gc.disable()
 
 HAS_GPU = torch.cuda.is_available()
 # Tests count traces, so no test finds the plans of another one.
@@ -31,13 +35,10 @@ torch.set_num_threads(1)
 
 def pytest_collection_finish():
     """Exempts modules and collected tests from garbage collections, and makes these rarer."""
-    gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else extension modules report leaks at the end of the process
     gc.set_threshold(20_000, 20, 20)
-
-
-def pytest_unconfigure():
-    gc.unfreeze()  # else extension modules report leaks at the end of the process
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

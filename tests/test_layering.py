@@ -95,6 +95,7 @@ def test_the_tests_of_patches_run_fused_code() -> None:
     assert not [name_of(path) for path, text in texts.items() if not any(mark in text for mark in marks)]
 
 
+@pytest.mark.slow
 def test_the_comfyui_node_needs_neither_diffusers_nor_fork() -> None:
     """It imports what the node imports, except ComfyUI and the files that need ComfyUI.
 
@@ -112,6 +113,7 @@ def test_the_comfyui_node_needs_neither_diffusers_nor_fork() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+@pytest.mark.slow
 def test_a_plain_module_needs_neither_diffusers_nor_numpy() -> None:
     """Of the packages that sdfastgn imports, only torch is a requirement."""
     code = """

@@ -222,6 +222,7 @@ def test_import_needs_neither_diffusers_nor_triton() -> None:
     assert {"diffusers", "transformers", "triton", "typer", "rich"}.isdisjoint(python(code).split())
 
 
+@pytest.mark.slow
 def test_plain_call_works_without_triton_and_diffusers() -> None:
     code = (
         "import sys; sys.modules.update(triton=None, diffusers=None)\n"
@@ -233,6 +234,7 @@ def test_plain_call_works_without_triton_and_diffusers() -> None:
     assert python(code) == "True"
 
 
+@pytest.mark.slow
 def test_import_takes_no_longer_than_torch() -> None:
     code = (
         "from time import perf_counter as now\n"

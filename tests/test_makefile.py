@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -42,8 +43,19 @@ def test_test_compile_collects_each_file_with_its_marker() -> None:
     assert all(path in (ROOT / "Makefile").read_text() for path in marked)
 
 
+def test_test_slow_collects_each_file_with_its_markers(tmp_path: Path) -> None:
+    """No file hands slow cases to tests of another file, which would have none of these words."""
+    words = re.compile("mark[.](slow|drawn)")
+    marked = {
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.glob("tests/**/*.py")
+        if words.search(path.read_text())
+    }
+    assert marked == {*re.findall(r"\S+\.py", run_make(tmp_path, "test-slow")[1])}
+
+
 def test_each_test_is_in_a_target(tmp_path: Path) -> None:
-    """Whatever its markers are, but many_programs, whose file has a target."""
+    """Whatever its markers are, but many_programs, whose files have a target."""
     chosen = {}
     for target in ("test", "test-slow", "test-compile", "test-gpu"):
         words = shlex.split(run_make(tmp_path / target, target)[1])
@@ -53,8 +65,8 @@ def test_each_test_is_in_a_target(tmp_path: Path) -> None:
         given = {**dict(zip(markers, values, strict=True)), "many_programs": False}
         assert any(eval(expression, {}, given) for expression in chosen.values()), given
     marker = "mark." + "many_programs"
-    assert [p.name for p in ROOT.glob("tests/**/*.py") if marker in p.read_text()] == ["test_programs.py"]
-    assert "tests/plans/test_programs.py" in run_make(tmp_path / "test-programs", "test-programs")[1]
+    files = {p.relative_to(ROOT).as_posix() for p in ROOT.glob("tests/**/*.py") if marker in p.read_text()}
+    assert files == set(re.findall(r"\S+\.py", run_make(tmp_path / "test-programs", "test-programs")[1]))
 
 
 def test_bench_runs_the_list_of_measurements(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ CONFIG = BenchConfig("tiny", "train", 64, 1, "fp32", "cpu", repeats=1)
 OURS = [VARIANTS[name] for name in ("eager", "channels_last", "sdfastgn")]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_rows(dtype):
     # In bf16 stock's own channels-last convolutions may be less exact on some processors.
@@ -47,6 +48,7 @@ def test_rows(dtype):
     assert eager.error_eager == 0
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_lora_alone_is_trained(dtype):
     config = dataclasses.replace(CONFIG, dtype=dtype, lora_rank=2)

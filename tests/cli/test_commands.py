@@ -177,7 +177,7 @@ def test_all_variants_but_those_to_be_named() -> None:
 VIDEO = [(model, part) for model, parts in configurations.VIDEO_NETWORKS.items() for part in parts]
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("model", "part"), VIDEO, ids=["-".join(each) for each in VIDEO])
 def test_a_video_network_is_timed(
     model: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

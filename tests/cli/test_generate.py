@@ -79,6 +79,7 @@ def same_images(one: Path, two: Path) -> bool:
     return all(np.abs(pixels(one / name) - pixels(two / name)).max() <= 1 for name in names(one))
 
 
+@pytest.mark.drawn(1)
 def test_images_are_those_of_the_pipeline(model: str, tmp_path: Path) -> None:
     own = {"StableDiffusionPipeline": 7.5, "StableDiffusionXLPipeline": 5.0}  # diffusers' guidance
     result = invoke(*command(model, LINES, tmp_path, "--batch-size", "2", "--seed", "40"))

@@ -109,6 +109,7 @@ def interrupted(*command: str, waits_for: str, **environment: str) -> tuple[int,
     return running.returncode, error.splitlines()
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_it_measures_is_one_line(tmp_path: Path) -> None:
     chosen = ("--device", "cpu", "--repeats", "1000000", "--variants", "eager")
     command = ("scripts/time_vae.py", "--model", "tiny", "--size", "64", *chosen)

@@ -46,6 +46,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(("command", "path"), COMMANDS.items(), ids=COMMANDS)
 def test_a_full_disk_is_one_line(

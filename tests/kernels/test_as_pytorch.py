@@ -84,7 +84,7 @@ def compare(op, operands, bound, *, wanted=None):
         assert (a.double() - b).norm() <= bound * max(b.norm().item(), 1.0), i
 
 
-@pytest.mark.drawn(154)
+@pytest.mark.drawn(80)
 @each_code
 @each_place
 @each_op
@@ -347,6 +347,7 @@ def strides(t):
     return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
 
 
+@pytest.mark.drawn(150)
 @each_way_in_pytorch
 @each_place
 @each_op

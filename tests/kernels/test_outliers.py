@@ -189,6 +189,7 @@ def check(norm, place, layout, device, dtype=torch.float32):
         assert error(a, right) <= error(b, right) + slack, name
 
 
+@pytest.mark.drawn(24)
 @pytest.mark.parametrize("place", ["first", "last", "random"])
 @pytest.mark.parametrize(("norm", "layout"), CASES)
 def test_other_values_are_no_less_exact_than_eagers(norm, place, layout, device, launched):

@@ -90,7 +90,7 @@ def test_every_video_network_is_here():
     assert keys == list(VIDEO) == list(SETTINGS)
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("model", "part"), VIDEO, ids=["-".join(key) for key in VIDEO])
 def test_video_networks_are_the_published_ones(model, part):
     network = VIDEO_NETWORKS[model][part]
@@ -103,6 +103,7 @@ def test_video_networks_are_the_published_ones(model, part):
     assert found == VIDEO[model, part]
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize(("model", "part"), VIDEO, ids=["-".join(key) for key in VIDEO])
 def test_small_video_networks_run_and_are_reproducible(model, part, monkeypatch):
     shrink(monkeypatch)

@@ -313,7 +313,7 @@ def test_optimize_and_optimized_take_the_same_arguments():
     assert dataclasses.asdict(Options(**defaults)) == defaults
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "options",
     [

@@ -145,7 +145,7 @@ def test_a_compiled_part_is_not_verified():
     assert (verdict.status, verdict.reason) == ("not verified", "it is compiled by torch.compile")
 
 
-@pytest.mark.parametrize("changes", [20, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("changes", [8, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_model_changes_between_the_calls_of_other_threads(changes, often_switching):
     model = unet()
     stock = copy.deepcopy(model)

@@ -68,19 +68,20 @@ def check(build, call, dtype):
     assert recorded
 
 
+@pytest.mark.drawn(50)
 @each_sample
 def test_every_fusion_is_right(build, call):
     check(build, call, torch.float32)
 
 
-@pytest.mark.drawn(64)
+@pytest.mark.drawn(24)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @each_fusion
 def test_every_fusion_is_right_in_halves(build, call, dtype):
     check(build, call, dtype)
 
 
-@pytest.mark.drawn(27)
+@pytest.mark.drawn(12)
 @each_block
 @interpreted
 def test_every_kernel_is_right(build, call):
@@ -170,7 +171,7 @@ def output(model):
         return small_call(model, torch.float32, torch.device("cpu"))()[0]
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("build", MODELS, ids=NAMES)
 def test_a_healthy_model_stays_fused(build, recwarn):
     model = build()

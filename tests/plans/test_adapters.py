@@ -65,6 +65,7 @@ def runs(monkeypatch):
     return found
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", ["flux", "sd3", "z_image", "ltx", "wan"])
 def test_layers_are_traced_as_plain_ones(name):
     """Calls with different scales share a plan."""

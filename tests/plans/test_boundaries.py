@@ -147,6 +147,7 @@ def planned(model):
     return {p.path: (p.plans, p.calls) for p in sdfastgn.report(model).plans if p.calls}
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("when", ["before", "later"])
 @pytest.mark.parametrize(("boundary", "reason"), BOUNDARIES, ids=[b.__name__ for b, _ in BOUNDARIES])
 def test_modules_around_a_boundary_have_plans(boundary, reason, when):

@@ -75,6 +75,7 @@ def errors(y, truth):
 NAMES = ["FluxTransformer2DModel", "SD3Transformer2DModel", "QwenImageTransformer2DModel"]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_transformers_in_e4m3(name):
     model = made(name)
@@ -110,6 +111,7 @@ KEPT = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", KEPT)
 def test_sensitive_layers_stay_in_the_models_dtype(name, monkeypatch):
     """Embeddings, modulations and the last layer, of which all but modulations may have many rows here."""

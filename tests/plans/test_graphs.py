@@ -74,6 +74,7 @@ class Pair:
         return found.captured, found.alive, found.replays
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["FluxTransformer2DModel", SD3, "QwenImageTransformer2DModel"])
 def test_a_plan_is_captured_once_the_gpu_has_waited_twice(name, device):
@@ -352,6 +353,7 @@ def test_a_block_leaves_graphs_as_they_were():
     assert not entries(pair.model)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_have_graphs_of_their_own(copied):
     pair = Pair()
@@ -376,6 +378,7 @@ def masks_of(*rows):
     return [{"encoder_attention_mask": torch.tensor([[*map(int, row)]]).bool()} for row in rows]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mode", ["auto", True])
 def test_graphs_read_as_many_keys_as_the_masks_show(mode):
     pair = Pair(HUNYUAN, mode=mode)

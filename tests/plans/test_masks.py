@@ -95,6 +95,7 @@ SHOWN = [
 ]
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(("name", "rows", "as_it_is", "without"), SHOWN)
 def test_masks_that_hide_nothing_go(name, rows, as_it_is, without, seen):
     pair = Pair(name)

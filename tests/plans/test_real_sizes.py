@@ -12,7 +12,7 @@ from tests.plans import real_sizes
 KNOWN = json.loads(real_sizes.FILE.read_text())
 
 
-@pytest.mark.drawn(9)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("name", real_sizes.NETWORKS)
 def test_bytes_at_real_size(name):
     found = real_sizes.measured(real_sizes.NETWORKS[name])

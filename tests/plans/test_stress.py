@@ -291,8 +291,9 @@ def short(name, mode):
     return pytest.param(name, mode, "cpu", 0, 6, id=f"{name}-{mode}")
 
 
-def long(name, mode, seed):
-    return pytest.param(name, mode, "cpu", seed, 25, id=f"{name}-{mode}-{seed}", marks=pytest.mark.slow)
+def long(name, mode, seed, *marks):
+    marks = (pytest.mark.slow, *marks)
+    return pytest.param(name, mode, "cpu", seed, 25, id=f"{name}-{mode}-{seed}", marks=marks)
 
 
 def on_gpu(name, mode):
@@ -302,11 +303,13 @@ def on_gpu(name, mode):
 MODES = {"flux": True, "sd3": False, "qwen_image": "auto", "z_image": True, "wan": "auto"}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "mode", "device", "seed", "steps"),
     [
         *(short(name, mode) for name, mode in MODES.items()),
-        *(long(name, mode, seed) for name in MODES for mode in (False, "auto", True) for seed in (2, 3)),
+        *(long(name, mode, 2) for name in MODES for mode in (False, "auto", True)),
+        *(long(name, mode, 3, pytest.mark.many_programs) for name in MODES for mode in (False, "auto", True)),
         *(on_gpu(name, mode or "auto") for name, mode in MODES.items()),
     ],
 )

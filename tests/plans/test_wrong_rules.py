@@ -21,6 +21,7 @@ WRONG = [
         "spelling",
         "d, d + 3, d + 1, d + 4, d + 2",
         "d, d + 3, d + 2, d + 4, d + 1",
+        first=41,
     ),
     Wrong("a mask is any triangle", "spelling", " and arguments(mask)[1] == 0 else", " else"),
     Wrong(
@@ -223,7 +224,7 @@ WRONG = [
         "(value, applied(r, views, gate), name)",
         "(applied(r, views, gate), value, name)",
     ),
-    Wrong("a gate is not moved", "tokens", "applied(r, views, gate)", "r.reshape(gate, shape(n))", first=105),
+    Wrong("a gate is not moved", "tokens", "applied(r, views, gate)", "r.reshape(gate, shape(n))", first=131),
     Wrong(
         "one column is the gate of all",
         "tokens",
@@ -250,7 +251,7 @@ WRONG = [
         "r.cut(weight, 1, 0,",
         first=51,
     ),
-    Wrong("a cat is of rows", "tokens", " or cat.args[1] != rank(cat) - 1 or", " or", first=484),
+    Wrong("a cat is of rows", "tokens", " or cat.args[1] != rank(cat) - 1 or", " or", first=626),
     Wrong("parts in any order are the whole", "cats", "p.args[1:3] != (dim, end):", "p.args[1] != dim:"),
     Wrong(
         "parts come before another axis",
@@ -346,7 +347,7 @@ WRONG = [
         "rotations",
         "_part(first.args[0], 1, D, halves) is x and _part(second, 0, D, halves) is x",
         "True",
-        first=238,
+        first=316,
     ),
     Wrong(
         "halves are pairs of neighbors",

@@ -23,6 +23,9 @@ def kept(made: list[weakref.ref[Tensor]]) -> list[str]:
     """
     if not _alive(made):
         return []
+    gc.collect()  # they may be in a cycle that nothing else refers to
+    if not _alive(made):
+        return []
     is_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()  # the collector does not tell what frozen objects refer to
     try:
@@ -33,9 +36,6 @@ def kept(made: list[weakref.ref[Tensor]]) -> list[str]:
 
 
 def _reasons(made: list[weakref.ref[Tensor]]) -> list[str]:
-    gc.collect()  # they may be in a cycle that nothing else refers to
-    if not _alive(made):
-        return []
     caches, _ = _keepers(_alive(made))
     for cache in caches:
         cache.cache_clear()

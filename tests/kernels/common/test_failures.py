@@ -202,6 +202,7 @@ def test_every_op_is_right(op, error, dtype, broken, however_small):
             assert error is NO_COMPILER or dispatch.why_off is None
 
 
+@pytest.mark.drawn(40)
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "dispatcher"])
 @each_error
 @each_derivative

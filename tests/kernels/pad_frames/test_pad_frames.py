@@ -170,6 +170,7 @@ def test_every_number_of_frames(kind, border, mode, some, device):
         check(x, cache, norm=NORMS[kind](norm), shift=shift if is_shifted else None, **options)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 30, 2, 3, 3), (1, 96, 1, 4, 6), (1, 1500, 1, 2, 1)], ids=str)
 def test_every_dtype_and_width(shape, dtype, device):
@@ -185,6 +186,7 @@ def test_every_dtype_and_width(shape, dtype, device):
     check(x, norm=GroupNorm(2))
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("kind", ["copy", "norm", "groups"])
 @pytest.mark.parametrize("mode", ["zeros", "replicate"])
 @pytest.mark.parametrize("upsample", [(1, 2, 2), (2, 2, 2), (2, 1, 1), (3, 1, 2)], ids=str)
@@ -205,6 +207,7 @@ def test_upsampling(upsample, mode, kind, device):
             check(x, cache, keep=2, shift=shift, **options)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("mode", ["zeros", "replicate"])
 def test_frames_behind(mode, kind, device):
@@ -233,6 +236,7 @@ def test_an_eps_within_the_root(C, dtype, device):
     assert not y.any()
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("mode", ["zeros", "replicate", "reflect"])
 @pytest.mark.parametrize("kind", ["copy", "norm", "groups"])
 def test_windows_are_frames_side_by_side(kind, mode, device):
@@ -257,6 +261,7 @@ def test_windows_are_frames_side_by_side(kind, mode, device):
                 assert torch.equal(kept, also_kept)
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("frames", "of"), [(1, 1), (3, 3), (5, 3), (9, 3), (2, 2), (4, 2), (6, 2), (8, 1)], ids=str

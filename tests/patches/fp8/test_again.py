@@ -72,6 +72,7 @@ def enlarge(factor, *blocks):
         block.norm3.bias.mul_(factor)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("scales", [(1.0, 4.0, 12.0, -4.0, 1.0), (12.0, 1.0)])
 def test_strong_adapters(scales, monkeypatch):
     monkeypatch.setattr(fp8_product, "MOST_ERROR", 0.1)  # errors of such small products differ much
@@ -86,6 +87,7 @@ def test_strong_adapters(scales, monkeypatch):
     assert (state(fused).in_e4m3, state(fused).again) == (4, 1)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("factor", [1.0, 8.0, -8.0])
 def test_larger_activations(factor):
     fused, plain, _ = twins()
@@ -122,6 +124,7 @@ def test_a_grown_scale_rounds_as_before():
     assert error(call(fused), before) < 0.002
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("factor", [8.0, -8.0, 30.0])
 def test_a_graph_is_right_and_learns_from_an_earlier_replay(factor, by_graph):
     fused, plain, _ = twins()

@@ -29,6 +29,7 @@ def fused(block, monkeypatch):
     return found
 
 
+@pytest.mark.drawn(2)
 @each_family
 def test_restored_bit_by_bit(family):
     is_restored_bit_by_bit(family.make(), *(of(x) for of, x in family.calls()))

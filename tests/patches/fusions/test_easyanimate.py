@@ -47,6 +47,7 @@ def convolutions(monkeypatch):
 # --- whole models -------------------------------------------------------------------
 
 
+@pytest.mark.drawn(1)
 @each_norm
 def test_decode(by_frames, launches, monkeypatch):
     models = cases.twins(easyanimate_autoencoder(spatial_group_norm=by_frames))

@@ -72,6 +72,7 @@ def forbid_stock(family, monkeypatch):
 # --- whole models -------------------------------------------------------------------
 
 
+@pytest.mark.drawn(2)
 @each_family
 @pytest.mark.parametrize("frames", [1, 3])
 def test_decode_and_encode(family, frames, launches, monkeypatch):
@@ -91,6 +92,7 @@ def test_decode_and_encode(family, frames, launches, monkeypatch):
     assert names.count("channel_norm") == 2
 
 
+@pytest.mark.drawn(1)
 @each_family
 def test_a_batch_of_odd_images(family):
     fused, stock = twins(family)
@@ -104,6 +106,7 @@ def test_a_batch_of_odd_images(family):
     same((fused, stock), encode_of(pixels(3, batch=2, latents=(1, 3))))
 
 
+@pytest.mark.drawn(1)
 @each_family
 def test_slices_and_tiles(family, convolutions):
     models = twins(family)
@@ -146,6 +149,7 @@ HOOKED = ["decoder.mid_block.resnets.0.conv1", "decoder.mid_block.attentions.0.t
           "decoder.up_blocks.1.upsamplers.0"]  # fmt: skip
 
 
+@pytest.mark.drawn(4)
 @each_family
 @pytest.mark.parametrize("layer", HOOKED)
 def test_a_hook_within_a_whole_model(family, layer):

@@ -74,6 +74,7 @@ def test_the_image_is_that_of_a_decode_in_one_piece(stock, held, monkeypatch, mo
     assert (tiled(stock).decode(z).sample - expected).abs().max() > 0.05
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("shape", [(2, 4, 9, 5), (1, 4, 1, 17), (1, 4, 17, 1), (3, 4, 4, 5)])
 @pytest.mark.parametrize("slicing", [False, True], ids=["whole-batch", "sliced"])
 def test_any_size_and_batch(stock, held, shape, slicing):
@@ -367,7 +368,7 @@ def reason_of_strips(vae):
     return entry.reason or None
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @each_order
 @pytest.mark.parametrize("layers", _CONVOLUTIONS.values(), ids=_CONVOLUTIONS)
 def test_a_lora_runs_in_strips(stock, held, layers, order):

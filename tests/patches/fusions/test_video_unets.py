@@ -60,7 +60,7 @@ def fused(monkeypatch):
     return found
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     "options", [{}, {"batch": 1, "frames": 5}, {"frames": 1}, {"size": (6, 10)}], ids=str
 )
@@ -74,6 +74,7 @@ def test_same_values_and_exact_restore(name, options, fused):
     assert torch.equal(call(unet, name, **options), expected)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["svd", "animatediff"])
 def test_same_values_in_the_kernels(name, launches, statistics_always_pay):
     unet, stock = twins(name)
@@ -156,6 +157,7 @@ def other_attention(module):
             child.set_processor(AttnProcessor())
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("change", [hooked_block, hooked_attention, hooked_layers, chunks, other_attention])
 @pytest.mark.parametrize("name", ["svd", "animatediff", "text_to_video"])
 def test_what_is_not_plain_runs_stocks_code(name, change, fused):
@@ -201,6 +203,7 @@ class First(torch.nn.Module):
         return self.model(**options)[0]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["svd", "animatediff"])
 def test_compiles_to_stocks_graph_of_blocks_over_frames(name):
     stock = blocks(video_unets.built(name), name)[0]

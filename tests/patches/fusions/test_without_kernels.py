@@ -180,6 +180,7 @@ def test_a_model_on_the_cpu_of_a_machine_with_a_gpu_is_not_warned_of(forgotten, 
     assert not recwarn.list
 
 
+@pytest.mark.slow
 def test_without_triton_a_model_is_stocks():
     code = (
         "import sys, warnings; sys.modules['triton'] = None\n"

@@ -122,6 +122,7 @@ def test_freeu_of_other_code_is_captured_anew(monkeypatch):
     assert state(unet).captured == 2
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", NUMPY)
 def test_freeu_with_numbers_of_numpy(kind):
     unet, stock, inputs = make()
@@ -132,6 +133,7 @@ def test_freeu_with_numbers_of_numpy(kind):
     assert (state(unet).captured, state(unet).eager) == (1, {"first call of its kind": 1})
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", NUMPY)
 def test_scales_of_an_ip_adapter_as_numbers_of_numpy(kind):
     unet, stock, inputs = make()
@@ -145,6 +147,7 @@ def test_scales_of_an_ip_adapter_as_numbers_of_numpy(kind):
     assert (state(unet).captured, state(unet).eager) == (1, {"first call of its kind": 1})
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", NUMPY)
 def test_an_attribute_that_is_a_number_of_numpy(kind):
     """It is no factor, so a new value leads to a new capture."""
@@ -189,6 +192,7 @@ def test_a_list_of_scales_as_a_union_of_controlnets_takes_it():
     assert [(x * factor).tolist() for factor in later["scale"]] == [[0.25, 0.25], [3.0, 3.0]]
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("kind", [float, *NUMPY])
 @pytest.mark.parametrize("guess_mode", [False, True])
 def test_a_controlnets_scale(guess_mode, kind):

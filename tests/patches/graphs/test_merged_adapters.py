@@ -141,7 +141,7 @@ SWITCHES = {
 }
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_switch_keeps_the_graph(name, device, monkeypatch):
@@ -267,7 +267,7 @@ def test_known_adapters_are_switched_before_any_layer_is_looked_at(monkeypatch):
         order.clear()
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["written", "other-memory", "same-address", "replaced", "third", "deleted"])
 def test_a_switch_together_with_another_change(name):
     """New adapters are merged before tensors are compared, and again if these have changed too."""
@@ -372,6 +372,7 @@ def test_classes_that_take_a_scale():
         assert lora_scale_of(module) == name
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", [np.float64, np.float32, np.int64])
 def test_scales_of_numpy(kind):
     unet, stock, inputs = make()
@@ -400,6 +401,7 @@ def test_a_layer_whose_weight_is_read_in_each_call(device):
     assert unet.encoder_hid_proj.image_projection_layers[0].image_embeds in records
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("is_first", [True, False], ids=["before-optimize", "after-optimize"])
 def test_first_and_last_convolutions_are_merged(is_first):
     """They have sdfastgn's hooks, which change layouts. With merged weights, the hooks still run."""
@@ -491,7 +493,7 @@ STRUCTURES = {
 }
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_other_changes(name):
     unet, stock, inputs = make()

@@ -111,7 +111,7 @@ def warm(*models, batch, calls=3):
             gradients(model, loss_of(model, batch(number)))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("what", TRAINED)
 @pytest.mark.parametrize("set_to_none", [False, True])
@@ -168,7 +168,7 @@ def test_a_call_without_a_backward_frees_the_graph():
     assert trained_state(unet).replays == replays + 3
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("what", TRAINED)
@@ -566,6 +566,7 @@ def test_a_graph_for_each_of_four_kinds_of_calls():
     assert state.eager["there are graphs for 4 other kinds of calls"] >= 1
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda unet: pickle.loads(pickle.dumps(unet))])
 def test_copies_train_too(copied):
     unet, other, batch = pair()

@@ -17,6 +17,7 @@ def make(name):
     return tuple(video_unets.original(name).copy() for _ in range(2))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_new_values_in_the_same_graph(name):
     unet, stock = make(name)
@@ -27,6 +28,7 @@ def test_new_values_in_the_same_graph(name):
     assert (state(unet).captured, state(unet).replays) == (1, 2)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_each_number_of_frames_has_its_graph(name):
     unet, stock = make(name)

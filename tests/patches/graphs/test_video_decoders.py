@@ -118,6 +118,7 @@ def counts(vae):
     return state(vae).captured, state(vae).replays
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("device", DEVICES)
 @each_family
 def test_new_latents_in_the_same_graph(case, device):
@@ -138,6 +139,7 @@ def test_a_graph_gives_the_same_bits_as_a_call_without_one(case):
     assert counts(vae) == (1, 2)
 
 
+@pytest.mark.drawn(1)
 @each_chunked
 def test_each_number_of_frames_has_its_graph(case):
     vaes = twins(case)
@@ -176,6 +178,7 @@ def test_a_changed_model_has_a_new_graph(case):
     assert "post_quant_conv" in state(vaes[0]).last_change
 
 
+@pytest.mark.drawn(3)
 @each_family
 def test_images_in_slices(case):
     vaes = twins(case)
@@ -185,6 +188,7 @@ def test_images_in_slices(case):
     assert counts(vaes[0]) == (1, 5)
 
 
+@pytest.mark.drawn(1)
 @each_chunked
 def test_tiles_have_no_graph(case):
     vaes = twins(case)
@@ -211,6 +215,7 @@ def test_tiles_share_a_graph(case):
     assert counts(vaes[0]) == (4, 2 * 9 - 4)
 
 
+@pytest.mark.drawn(3)
 @each_family
 def test_a_large_call_has_no_graph(case, monkeypatch):
     # 12 latents of 2 x 2 pixels each.
@@ -223,6 +228,7 @@ def test_a_large_call_has_no_graph(case, monkeypatch):
     assert state(vaes[0]).eager["the call is so large that the GPU takes longer than Python"] == 3
 
 
+@pytest.mark.drawn(3)
 @each_family
 def test_a_graph_is_given_up_if_it_leaves_too_little_memory(case):
     backend = TapeBackend()
@@ -251,6 +257,7 @@ def only_after(clear):
     return clear_cache, "has no attribute '_feat_map'"
 
 
+@pytest.mark.drawn(2)
 @each_chunked
 @pytest.mark.parametrize("when", [only_before, only_after])
 def test_caches_that_outlive_a_call(case, when, monkeypatch):
@@ -266,6 +273,7 @@ def test_caches_that_outlive_a_call(case, when, monkeypatch):
     assert reason in reasons_of(vaes[0])
 
 
+@pytest.mark.drawn(3)
 @each_family
 def test_gradients_beside_graphs(case):
     vaes = twins(case, mode="training")
@@ -279,6 +287,7 @@ def test_gradients_beside_graphs(case):
     assert with_gradients.eager == {"gradients are enabled": 1}
 
 
+@pytest.mark.drawn(3)
 @each_family
 def test_restored_bit_by_bit(case):
     _, vae = twins(case)
@@ -293,6 +302,7 @@ def test_restored_bit_by_bit(case):
     assert torch.equal(vae.decode(z).sample, expected)
 
 
+@pytest.mark.drawn(2)
 @each_chunked
 @each_copy
 def test_a_copy_is_independent(case, copied):

@@ -58,7 +58,7 @@ def is_all_merged(model):
     return merged.layers == len(wrappers(model)) and all(map(is_merged, wrappers(model)))
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", ["sd3-before-optimize", *TRANSFORMERS])
 @torch.no_grad()
 def test_every_layer_is_merged(name):
@@ -103,6 +103,7 @@ class Full(nn.Module):
             raise torch.OutOfMemoryError("for the test")
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("name", CHANGES)
 @torch.no_grad()
 def test_a_change_shows_in_the_next_call(name):
@@ -305,6 +306,7 @@ def test_replaced_code_runs(holder):
     agree(SD3.run(model), SD3.run(stock), 1e-4)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled_as_one_graph():
     """diffusers allows its blocks in graphs, so torch.compile cannot look into their class."""

@@ -329,6 +329,7 @@ def test_without_memory_stocks_code_runs(monkeypatch):
     assert sdfastgn.report(unet).merged
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("graphs", ["auto", False])
 @torch.no_grad()
 def test_every_layer_of_a_unet(graphs):
@@ -354,6 +355,7 @@ def test_every_layer_of_a_unet(graphs):
     assert merged.layers == sum(hasattr(m, "set_scale") for m in unet.modules())
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("is_first", [True, False], ids=["before-optimize", "after-optimize"])
 @torch.no_grad()
 def test_layouts_of_first_and_last_convolutions(is_first, monkeypatch):
@@ -424,6 +426,7 @@ def test_stocks_code_sees_no_merged_weights():
         assert torch.equal(model(x), stock(x))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("with_gradients", [True, False], ids=["gradients", "no-gradients"])
 @pytest.mark.parametrize("merges", [True, False], ids=["merged", "not-merged"])
 def test_compiled_as_one_graph(merges, with_gradients):

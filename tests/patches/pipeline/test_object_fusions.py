@@ -66,6 +66,7 @@ def test_optimize_and_restore(pipe):
     assert np.array_equal(picture(pipe), before)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "duplicate",
     [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))],

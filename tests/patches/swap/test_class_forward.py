@@ -133,6 +133,7 @@ def twins_with(change):
     return model, stock
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("keep", KEEPERS)
 def test_a_hooked_model_after_restore_is_the_stock_one_with_the_same_hooks(keep):
     model, stock = twins_with(keep)

@@ -54,7 +54,7 @@ def over_fused(root):
     return {path for path, m in modules.items() if "Fused" in m._parent.__qualname__}
 
 
-@pytest.mark.drawn(64)
+@pytest.mark.drawn(24)
 @each_fusion
 @pytest.mark.parametrize(
     "order", ["optimize put take restore", "put optimize take restore", "put optimize restore take"]
@@ -77,6 +77,7 @@ def test_another_class_over_ours_or_under_it(build, call, order):
     assert torch.equal(output(module, call), before)
 
 
+@pytest.mark.drawn(20)
 @each_fusion
 def test_restore_says_what_it_cannot_undo_and_finishes_later(build, call):
     module, before = stock_and_output(build, call)
@@ -98,6 +99,7 @@ def test_restore_says_what_it_cannot_undo_and_finishes_later(build, call):
     assert snapshot(module) == state
 
 
+@pytest.mark.drawn(20)
 @each_fusion
 def test_subclasses_are_reported_and_left_alone(build, call):
     module, before = stock_and_output(build, call)
@@ -114,6 +116,7 @@ def test_subclasses_are_reported_and_left_alone(build, call):
     torch.testing.assert_close(output(module, call), before, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.drawn(20)
 @each_fusion
 def test_a_class_over_ours_is_reported(build, call):
     module = sdfastgn.optimize(samples.randomize(build()))

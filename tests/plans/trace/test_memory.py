@@ -73,7 +73,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.drawn(9)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CERTAIN)
 def test_strides_are_those_of_the_device(name, device):
