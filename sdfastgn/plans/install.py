@@ -167,7 +167,8 @@ def _is_transformer(modules: Sequence[nn.Module]) -> bool:
 
 def _takes_time(root: nn.Module) -> bool:
     """True if calls of ``root`` are steps of an image or video: they take a time of the noise."""
-    return not _TIMES.isdisjoint(signature(type(root).forward).parameters)
+    forward = getattr(type(root), "forward", None)  # modules of torch.jit have none
+    return forward is not None and not _TIMES.isdisjoint(signature(forward).parameters)
 
 
 def _is_called_each_step(root: nn.Module) -> bool:
@@ -423,9 +424,9 @@ def _planned(module: nn.Module) -> PlannedForward | None:
 
 
 def _take_off(module: Any) -> list[PlannedForward]:
-    found, own = PlannedForward.of(module), class_forward(module)
+    found = PlannedForward.of(module)
     for planned in found:
-        planned.is_on = False
+        own, planned.is_on = class_forward(module), False
         if vars(module).get("forward") is planned and not planned.replaces_entry:
             del vars(module)["forward"]
         # A hook of another library may have kept ``planned`` in order to call it, or to restore it later.

@@ -21,7 +21,6 @@ WRONG = [
         "spelling",
         "d, d + 3, d + 1, d + 4, d + 2",
         "d, d + 3, d + 2, d + 4, d + 1",
-        first=41,
     ),
     Wrong("a mask is any triangle", "spelling", " and arguments(mask)[1] == 0 else", " else"),
     Wrong(
