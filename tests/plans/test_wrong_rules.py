@@ -124,7 +124,7 @@ WRONG = [
         "cells",
         "if has(n, aten.mul.Tensor) else scale / factor",
         "if factor else scale",
-        first=90,
+        first=647,
     ),
     Wrong(
         "channels may be added twice",
@@ -296,7 +296,7 @@ WRONG = [
         "frames",
         "activation, pads_first=True)",
         "activation)",
-        first=859,
+        first=1071,
     ),
     Wrong(
         "pads beside the frames count in the norm after them",
@@ -332,14 +332,14 @@ WRONG = [
         "ada_norms",
         "and whole[-1] == shape(root)[-1]",
         "",
-        first=268,
+        first=278,
     ),
     Wrong(
         "a rounding inside of a modulated norm is lost",
         "ada_norms",
         "if torch.promote_types(dtype(n), dtype(root)) != dtype(n):",
         "if False:",
-        first=287,
+        first=26,
     ),
     Wrong(
         "pairs are turned in either direction",
