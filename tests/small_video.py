@@ -75,6 +75,14 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("kvae", "vae"): {"channels": 32, "num_enc_blocks": 1, "num_dec_blocks": 1},
     ("hunyuan_video", "vae"): _FEW_CHANNELS,
     ("cogvideox", "vae"): _FEW_CHANNELS,
+    ("cogvideox", "transformer"): {
+        **_FEW_HEADS,
+        "in_channels": 4,
+        "out_channels": 4,
+        "time_embed_dim": 8,
+        "text_embed_dim": 16,
+        "max_text_seq_length": 5,
+    },
     ("svd", "unet"): {
         "block_out_channels": (32, 32, 64, 64),
         "num_attention_heads": (2, 2, 4, 4),

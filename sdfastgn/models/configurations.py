@@ -190,6 +190,7 @@ _KLEIN = {
     "guidance_embeds": False,
 }
 _WAN_1B = {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}
+_COGVIDEOX_5B = {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True}
 _DC_BLOCKS = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
 _DC_AE = {
     "encoder_block_types": _DC_BLOCKS,
@@ -227,7 +228,10 @@ VIDEO_NETWORKS: dict[str, dict[str, VideoNetwork]] = {
     "kvae": {"vae": VideoNetwork("AutoencoderKLKVAE", "bf16", 1, 1024, 1024)},
     "hunyuan_video": {"vae": VideoNetwork("AutoencoderKLHunyuanVideo", "bf16", 17, 480, 832)},
     "cogvideox": {
-        "vae": VideoNetwork("AutoencoderKLCogVideoX", "bf16", 9, 480, 720, config={"scaling_factor": 0.7})
+        "vae": VideoNetwork("AutoencoderKLCogVideoX", "bf16", 9, 480, 720, config={"scaling_factor": 0.7}),
+        "transformer": VideoNetwork(
+            "CogVideoXTransformer3DModel", "bf16", 49, 480, 720, batch=2, config=_COGVIDEOX_5B
+        ),
     },
     "svd": {
         "unet": VideoNetwork(

@@ -154,6 +154,19 @@ def _wan(model: Any, draw: Draw, batch: int, frames: int, height: int, width: in
     }
 
 
+def _cogvideox(model: Any, draw: Draw, batch: int, frames: int, height: int, width: int) -> dict[str, Any]:
+    """One token for 4 frames of 16 x 16 pixels. Cosines and sines say where it is."""
+    config, size = model.config, ((frames - 1) // FRAMES + 1, height // PIXELS, width // PIXELS)
+    tokens = size[0] * (size[1] // 2) * (size[2] // 2)
+    sample = draw(batch, size[0], config.in_channels, *size[1:])
+    return {
+        "hidden_states": sample,
+        "encoder_hidden_states": draw(batch, config.max_text_seq_length, config.text_embed_dim),
+        "timestep": torch.full((batch,), 500, device=sample.device),
+        "image_rotary_emb": tuple(draw(tokens, config.attention_head_dim).float() for _ in range(2)),
+    }
+
+
 # Class of a transformer -> makes its ``inputs``, of (the model, ``draw``, batch, frames, height, width).
 _TRANSFORMERS: dict[str, Callable[..., dict[str, Any]]] = {
     "FluxTransformer2DModel": functools.partial(_flux, axes=3, is_pooled=True),
@@ -163,6 +176,7 @@ _TRANSFORMERS: dict[str, Callable[..., dict[str, Any]]] = {
     "QwenImageTransformer2DModel": _qwen_image,
     "LTXVideoTransformer3DModel": _ltx,
     "WanTransformer3DModel": _wan,
+    "CogVideoXTransformer3DModel": _cogvideox,
 }
 
 

@@ -167,17 +167,13 @@ NETWORKS = {
         timestep=(1,),
         encoder_hidden_states=(1, 512, 4096),
     ),
-    "CogVideoX, transformer 49x480x720, 2 layers, batch 2": Network(
-        "CogVideoXTransformer3DModel",
-        {"num_layers": 2, "num_attention_heads": 48, "use_rotary_positional_embeddings": True},
-        torch.bfloat16,
-        "forward",
-        {
-            "hidden_states": (2, 13, 16, 60, 90),
-            "encoder_hidden_states": (2, 226, 4096),
-            "timestep": (2,),
-            "image_rotary_emb": [(17550, 64)] * 2,
-        },
+    "CogVideoX, transformer 49x480x720, 2 layers, batch 2": transformer(
+        "cogvideox",
+        {"num_layers": 2},
+        hidden_states=(2, 13, 16, 60, 90),
+        encoder_hidden_states=(2, 226, 4096),
+        timestep=(2,),
+        image_rotary_emb=[(17550, 64)] * 2,
     ),
     "CogView4, transformer 1024x1024, 2 layers": Network(
         "CogView4Transformer2DModel",
