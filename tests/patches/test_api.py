@@ -313,20 +313,30 @@ def test_optimize_and_optimized_take_the_same_arguments():
     assert dataclasses.asdict(Options(**defaults)) == defaults
 
 
-@pytest.mark.drawn(3)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"verify": True},
-        {"fold_batch_norm": True},
-        {"merge_adapters": False},
-        {"exact_tiling": False},
-        {"precision": None},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_the_with_block_takes_every_option(options, first_options):
+# Option -> a value for the block. FP8 has a test of its own.
+IN_A_BLOCK = {
+    "strict": True,
+    "cuda_graphs": False,
+    "missing_ok": True,
+    "verify": True,
+    "fold_batch_norm": True,
+    "merge_adapters": False,
+    "exact_tiling": False,
+    "precision": None,
+    "plans": False,
+    "trust": ("a_package",),
+}
+
+
+def test_the_with_block_is_tried_with_each_option():
+    assert [field.name for field in dataclasses.fields(Options)] == list(IN_A_BLOCK)
+
+
+@pytest.mark.drawn(5)
+@pytest.mark.parametrize("option", IN_A_BLOCK)
+def test_the_with_block_takes_every_option(option, first_options):
     """Afterwards the pipeline has its former options."""
+    options = {option: IN_A_BLOCK[option]}
     pipe = pipeline_with(first_options)
     pipe.components["net"] = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.GroupNorm(2, 8)).eval()
     sdfastgn.optimize(pipe.components["net"])
