@@ -13,6 +13,8 @@ from pathlib import Path
 import tomllib
 from packaging.requirements import Requirement
 
+from tests.kernels.gpus import SHARED_KIB
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -41,6 +43,12 @@ def test_test_compile_collects_each_file_with_its_marker() -> None:
     }
     assert marked == {"tests/kernels/test_compile_only.py"}
     assert all(path in (ROOT / "Makefile").read_text() for path in marked)
+
+
+def test_generations_that_ci_leaves_out_are_compiled_beside_it() -> None:
+    chosen = set(re.findall(r"(?:sm_|gfx)\d+", (ROOT / ".ci" / "run").read_text()))
+    assert chosen < SHARED_KIB.keys()
+    assert "- run: make test-compile\n" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 
 
 def test_test_slow_collects_each_file_with_its_markers(tmp_path: Path) -> None:
