@@ -110,6 +110,11 @@ class TracedTensor(Tensor):
 
     __torch_function__ = private.disabled_torch_function
 
+    @property
+    def owner(self) -> TracedTensor:
+        """The tensor that has the memory: the base, or itself if it is no view."""
+        return self if self.base is None else self.base
+
     @classmethod
     def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         refuse("a tensor of a trace is used outside of this trace")

@@ -115,16 +115,14 @@ class Tracer(TorchDispatchMode):
         self.parameters: list[_Place] = []
         self.others: list[Tensor] = []
         self.sources: list[_Source] = []
-        self.known: dict[
-            int, tuple[Tensor, TracedTensor]
-        ] = {}  # id of a tensor from outside -> its traced one
+        # Id of a tensor from outside -> the tensor, and its traced one.
+        self.known: dict[int, tuple[Tensor, TracedTensor]] = {}
         self.by_geometry: dict[Any, Tensor] | None = None
         self.last_parameter: fx.Node | None = None
         self.last_other: fx.Node | None = None
         self.constants = 0
-        self.numbers: dict[
-            Any, tuple[fx.Node, Metadata]
-        ] = {}  # what a number's tensor is made of -> its node
+        # What a tensor of a number is made of -> its node.
+        self.numbers: dict[Any, tuple[fx.Node, Metadata]] = {}
         self.number_of: dict[fx.Node, Any] = {}
         self.values: dict[fx.Node, Any] = {}  # of nodes that depend on literals only
         self.made: list[weakref.ref[Tensor]] = []
@@ -223,9 +221,7 @@ class Tracer(TorchDispatchMode):
         if t.memory is not None and t.memory.is_written:
             refuse("strides decide whether the call writes into a tensor that it reads later")
         base = t.base
-        owner = t if base is None else base
-        if owner.fills:
-            self.write_fills(owner)
+        self.write_fills(t.owner)
         if base is not None and t.version != base.version:
             node = base.node
             for step in t.path:
@@ -318,9 +314,7 @@ class Tracer(TorchDispatchMode):
             op, a = aten.view.default, a[:2]
         op = _VALUES_OF.get(op, op)
         x, step = self.of(x), Step(op, a[1:], k, m)
-        return (
-            self.late(x if x.base is None else x.base, (*x.path, step)) if is_late else self.viewed(x, step)
-        )
+        return self.late(x.owner, (*x.path, step)) if is_late else self.viewed(x, step)
 
     def late(self, base: TracedTensor, path: tuple[Step, ...]) -> TracedTensor:
         """A view of ``base`` whose node is made when somebody reads it."""
@@ -330,13 +324,13 @@ class Tracer(TorchDispatchMode):
 
     def viewed(self, x: TracedTensor, step: Step) -> TracedTensor:
         node = self.emit(step.op, (self.node_of(x), *step.args), step.kwargs, step.result)
-        t = self.new(step.result, node, x if x.base is None else x.base, (*x.path, step))
+        t = self.new(step.result, node, x.owner, (*x.path, step))
         t.memory = x.memory
         return t
 
     def alias(self, op: Any, args: Any, kwargs: Any) -> TracedTensor:
         x = self.of(args[0])
-        t = self.new(x.metadata, self.node_of(x), x if x.base is None else x.base, x.path)
+        t = self.new(x.metadata, self.node_of(x), x.owner, x.path)
         t.memory = x.memory
         return t
 
@@ -492,11 +486,11 @@ class Tracer(TorchDispatchMode):
         """True if the write of ``source`` into x now waits, because it writes a number into a new tensor."""
         if type(x) is not TracedTensor:
             return False
-        base = x if x.base is None else x.base
+        base = x.owner
         if base.fills is None or not is_new(base) or x.memory is not None:
             return False
         if type(source) is TracedTensor:
-            source = self.number_of.get((source if source.base is None else source.base).node)
+            source = self.number_of.get(source.owner.node)
         if not isinstance(source, int | float):
             return False
         base.fills.append(Fill(x.path, source))
@@ -505,7 +499,7 @@ class Tracer(TorchDispatchMode):
 
     def may_be_late(self, x: Any) -> bool:
         """True if views of x are most often not read: writes into it wait, or it is a number."""
-        base = (x if x.base is None else x.base) if type(x) is TracedTensor else None
+        base = x.owner if type(x) is TracedTensor else None
         return base is not None and (bool(base.fills) or base.node in self.number_of)
 
     def write_fills(self, base: TracedTensor) -> None:
@@ -542,7 +536,7 @@ class Tracer(TorchDispatchMode):
         if t.memory is not None:
             t.memory.write()
         base = t.base
-        self.write_fills(t if base is None else base)
+        self.write_fills(t.owner)
         if base is None:
             t.node = node
             t.version += 1
