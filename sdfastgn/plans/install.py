@@ -41,8 +41,8 @@ _OF_UNETS = ("temporal_resnet_block", "spatio_temporal_res_block")
 # Keys in the ``__dict__`` of a module under which a ``PlannedForward`` may be.
 _PLACES = ("forward", "_old_forward")
 # Smallest share of a model's weights that must be in convolutions of images and videos, or in linear layers
-# of a transformer. Kernels exist for what surrounds these. A model of other layers gains
-# too little to pay for a trace.
+# of a transformer. Kernels exist for what surrounds these. A model of other layers gains too little to pay
+# for a trace.
 _SHARE = 0.5
 # Most weights in convolutions other than those that cut an image or video into patches, for each weight in
 # linear layers, of a transformer that takes the time of the noise. Others have none.
@@ -135,7 +135,7 @@ def kind_of(modules: Sequence[nn.Module], findings: Iterable[patcher.Finding]) -
 
 
 def gets_plans(root: nn.Module) -> bool:
-    """True if ``optimize`` gives ``root`` plans: kernels exist for its norms, and it has no fused blocks."""
+    """True if ``optimize`` gives ``root`` plans (``Kind.gets_plans``)."""
     return kind_of_model(root).gets_plans
 
 

@@ -107,8 +107,8 @@ def _divide(graph: fx.Graph, axes: dict[Node, int | None], count: int) -> None:
 
 # ---- the axis of the samples
 #
-# A value with such an axis has k elements along it for each sample: those of the first sample, then those of
-# the second one, and so on. Other values do not depend on samples. Their axis is None.
+# Along this axis a value has the k elements of the first sample, then the k elements of the second one, and
+# so on. The axis is None for a value that does not depend on samples.
 
 
 def _axes_of_samples(graph: fx.Graph, inputs: Sequence[Node], samples: int) -> dict[Node, int | None]:
@@ -238,5 +238,5 @@ _MIXED: dict[Any, Callable[[Node], Iterable[int]]] = {
     aten.upsample_nearest2d.default: _after_samples,
     aten.upsample_nearest3d.default: _after_samples,
 }
-# Only the first operand of these may depend on samples.
+# Ops of which only the first operand may depend on samples.
 _OF_FIRST = (steps.conv, steps.group_norm, steps.layer_norm, steps.linear, aten.rms_norm.default)

@@ -371,8 +371,8 @@ def _attention(
 ) -> Node | None:
     """Attention without an axis of heads -> attention of one head, which kernels take.
 
-    A mask that is a triangle -> causal attention. Attention to a single key -> its value. A mask of which
-    each frame shows itself and earlier frames -> attention of each frame to the keys that it sees.
+    A mask that is a triangle -> causal attention. Attention to a single key -> its value. A mask that hides
+    later frames from each frame -> attention of each frame to the keys that it sees.
     """
     if dropout:
         return None

@@ -58,7 +58,7 @@ class Plan:
         others: tensors from elsewhere, except those that only constants are computed from.
         copies: for each tensor in E4M3 or of scales that ``copy_of`` has, its list, and its index there.
         slices: how a run divides its tensors; None if the graph computes the whole call.
-        steps: one record a step. They are those of one slice.
+        steps: one record for each step of a slice, or of the call if it has no slices.
         writes: True if a run writes into arguments, parameters or others.
         draws: True if a run draws random numbers.
         copies_from_cpu: True if a run copies tensors from the CPU to another device.
@@ -134,7 +134,7 @@ class Plan:
         return self.run_slice(inputs)
 
     def run_slice(self, inputs: Sequence[Tensor]) -> list[Any]:
-        """``run`` for the tensors of one slice. Without slices, they are those of the call."""
+        """``run`` for the tensors of one slice. A call without slices is one slice."""
         with torch.no_grad(), without_autocast():
             return self._forward(*self.operands(inputs))
 

@@ -25,7 +25,7 @@ class Slices(NamedTuple):
     results: tuple[int | None, ...]
 
     def run(self, run: Callable[[list[Tensor]], list[Any]], tensors: Sequence[Tensor]) -> list[Any]:
-        """The results of the call, of which ``run`` computes those of one slice."""
+        """The results of the call. ``run`` computes the results of one slice."""
         whole: list[Any] = []
         for i in range(self.number):
             parts = run(self.slice(tensors, i))
