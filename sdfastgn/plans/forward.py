@@ -148,8 +148,8 @@ class PlannedForward(MethodEntry):
     # As in ``GraphedForward``: instances have no ``__dict__``, because accelerate's hooks would copy it.
     __slots__ = (
         "_by_state", "_captured", "_compiled", "_is_captured", "_is_timed", "_lock", "_own_threads",
-        "_policy", "_state", "_states", "calls", "is_on", "loads", "own", "replaces_entry", "traces",
-        "trusted", "verifies", "weights",
+        "_policy", "_served", "_state", "_states", "calls", "is_on", "loads", "own", "replaces_entry",
+        "traces", "trusted", "verifies", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -178,6 +178,7 @@ class PlannedForward(MethodEntry):
         self._policy = Policy()
         self._lock = threading.RLock()
         self._own_threads: list[int] = []  # threads that run the model's own code
+        self._served = 0  # calls since the last change that plans have run, by themselves or in a CUDA graph
         self.calls = self.traces = self.loads = 0
         self.own: Counter[str] = Counter()
         self.is_on = True
@@ -244,7 +245,7 @@ class PlannedForward(MethodEntry):
                     elif not any(made is each for each in self._captured):
                         self._captured.append(made)
                     self.calls += 1
-                    plans.calls += 1
+                    self._served += 1
                     result = made.outcome.deliver(results, args, given, call.tensors)
                     plans.state.store(given.get(STATE, {}))
                     scale.end(self.module)
@@ -260,6 +261,10 @@ class PlannedForward(MethodEntry):
                 raise  # some arguments are gone or written, as after an error in the model's own code
             raise Unsupported(NO_MEMORY) from error
         raise Unsupported("other code is replaced while it runs")
+
+    def replayed(self) -> None:
+        """Count a call that a CUDA graph of a plan has run."""
+        self._served += 1
 
     def _time(self, made: Made, call: Call) -> None:
         """Note whether the GPU was done before Python. Not for the call that made the plan, which is slow."""
@@ -701,7 +706,8 @@ class PlannedForward(MethodEntry):
         with self._lock:
             if plans in self._by_state.values():
                 self._policy.last_change = change or plans.guard.change()
-                self._policy.model_changed(plans.calls, SHORT_LIFE)
+                self._policy.model_changed(self._served, SHORT_LIFE)
+                self._served = 0
                 self._by_state = {k: v for k, v in self._by_state.items() if v is not plans}
                 self._state = State()  # it may have modules that are not in the model any more
 

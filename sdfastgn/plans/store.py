@@ -72,7 +72,6 @@ class Plans:
         adapters: the layers with adapters.
         refused: kind of call -> why it has no plan, for each of the traces that failed.
         seen: number of calls, with or without a plan.
-        calls: number of calls that plans have run.
         new_kinds: how often a trace was wanted since a plan was last used again.
     """
 
@@ -81,7 +80,7 @@ class Plans:
         self.is_planned_inside = False
         self.made: dict[Any, Made] = {}  # oldest first
         self.refused: defaultdict[Any, list[str]] = defaultdict(list)
-        self.seen = self.calls = self.new_kinds = 0
+        self.seen = self.new_kinds = 0
 
     def find(self, key: Any) -> Made | None:
         made = self.made.get(key)

@@ -17,7 +17,7 @@ from sdfastgn.patches.graphs.forward import GraphedForward
 from sdfastgn.patches.lora.contents import Contents
 from sdfastgn.plans import forward
 from sdfastgn.plans import install as planning
-from sdfastgn.plans.forward import PlannedForward
+from sdfastgn.plans.forward import SHORT_LIFE, PlannedForward
 from sdfastgn.plans.run.plan import Plan
 from tests.patches.graphs.cases import DEVICES, state
 from tests.patches.graphs.tape import TapeBackend
@@ -154,7 +154,7 @@ def test_a_table_on_the_cpu_is_never_stale():
     model = sdfastgn.optimize(copy.deepcopy(stock), trust=("tests",))
 
     def agree():
-        for _ in range(4):
+        for _ in range(SHORT_LIFE):
             x = torch.randn(2, 9, 16, device="cuda")
             torch.testing.assert_close(model(x), stock(x), atol=1e-4, rtol=1e-4)
 
@@ -168,6 +168,20 @@ def test_a_table_on_the_cpu_is_never_stale():
         each.table = each.table + 1
     agree()
     assert vars(model)["forward"].planned[0].plans
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_change_after_each_image_makes_no_pause(device):
+    """Graphs run most of an image's steps, and what they ran counts as use of the plan."""
+    pair = Pair(device=device)
+    for image in range(4):
+        for each in (pair.model, pair.stock):
+            each.norm_out.norm.eps = (1 + image) * 1e-6
+        pair.agree(*range(SHORT_LIFE))
+    (planned,) = vars(pair.model)["forward"].planned
+    assert planned.traces == 4
+    assert not any("too often" in reason for reason in [*planned.own, *state(pair.model).eager])
+    assert pair.counts[0] == 4
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -495,6 +495,8 @@ class GraphedForward(MethodEntry):
             if output is not None:
                 fp8.copy_counts(module)
                 store.replayed(key, call)
+                if self._planned is not None:
+                    self._planned.replayed()
                 scale.end(module)
                 return output
         self._rehearse(current)  # without the lock, so that other threads can use graphs
