@@ -5,7 +5,8 @@ python -m scripts.publish.warm_up --model sdxl --json warm_up.json
 The clock starts when the pipeline is in memory, and stops when an image is on the host. The time of the first
 image includes ``optimize``. PyTorch's switches keep their defaults, so cuDNN does not try several algorithms
 (``cudnn.benchmark``). There are three runs: stock, sdfastgn with an empty Triton cache, and sdfastgn with the
-Triton cache that the second run has filled.
+Triton cache that the second run has filled. With ``--archive`` there is a fourth one: sdfastgn with an empty
+Triton cache and an archive of compiled kernels, as ``sdfastgn-compiled`` has.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import os
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -39,23 +41,29 @@ from sdfastgn.cli.options import (
 )
 from sdfastgn.cli.session import exit_code
 from sdfastgn.cli.terminal import console
-from sdfastgn.program import counted
+from sdfastgn.kernels.common import archive as archives
+from sdfastgn.program import OptionError, counted
 
 IMAGES = 3
 STEPS_AT_NEW_SIZE = 4
-# The runs in their order: (name of the row, True if the pipeline is optimized). All runs use the same folder
-# as Triton cache. It is empty at the start, and the second run fills it for the third.
+# The runs in their order: (name of the row, True if the pipeline is optimized). They share the folder of
+# Triton's cache, which is empty at the start. The second run fills it for the third.
 WAYS = (("eager", False), ("sdfastgn, cold cache", True), ("sdfastgn, warm cache", True))
+# The name of the row of the run with an archive, which has an empty cache of its own.
+WITH_ARCHIVE = "sdfastgn, cold cache, compiled kernels"
 
 
 def measure(
-    config: BenchConfig, new_size: int, *, optimize: bool, triton_cache: str
+    config: BenchConfig, new_size: int, *, optimize: bool, triton_cache: str, archive: Path | None = None
 ) -> tuple[WaitRow, np.ndarray]:
     """Times the pipeline in this process, which must be a new one.
 
-    Returns (the row without its name, the images (N, H, W, 3) of the last call).
+    Returns (the row without its name, the images (N, H, W, 3) of the last call). Raises OptionError if the
+    GPU cannot use the kernels of ``archive``.
     """
     os.environ["TRITON_CACHE_DIR"] = triton_cache
+    if archive is not None:
+        os.environ[archives.VARIABLE] = str(archive)
     device = config.torch_device
     workload = workloads.build_pipeline(config)
     pipe = workload.target
@@ -81,20 +89,29 @@ def measure(
             timing.time_once(lambda: pipe.unet(**inputs, return_dict=False), device)[0]
             for _ in range(STEPS_AT_NEW_SIZE)
         ]
+    state = archives.state(device) or ""
+    if archive is not None and not state.startswith("compiled kernels from"):
+        raise OptionError(f"--archive: {str(archive)!r} was not used: {state or 'no kernel ran on a GPU'}")
     image_s = [seconds for seconds, _ in timed]
     return WaitRow("", image_s, new_size_s, mib[0], mib[1]), np.asarray(timed[-1][1])
 
 
-def run(config: BenchConfig, new_size: int) -> list[WaitRow]:
-    """Makes all runs of ``WAYS``, each in a new process. Returns a row for each run.
+def run(config: BenchConfig, new_size: int, archive: Path | None = None) -> list[WaitRow]:
+    """Makes all runs of ``WAYS``, each in a new process, and one with ``archive`` if it is not None.
 
-    A row has no times if its last image is wrong: not finite, or too different from stock's image.
+    Returns a row for each run. A row has no times if its last image is wrong: not finite, or too different
+    from stock's image.
     """
     rows: list[WaitRow] = []
     stock = None
-    with tempfile.TemporaryDirectory() as cache:
-        for name, optimize in WAYS:
-            row, image = in_a_process(measure, config, new_size, optimize=optimize, triton_cache=cache)
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as own:
+        ways: list[tuple[str, dict[str, Any]]] = [
+            (name, {"optimize": optimize, "triton_cache": cache}) for name, optimize in WAYS
+        ]
+        if archive is not None:
+            ways.append((WITH_ARCHIVE, {"optimize": True, "triton_cache": own, "archive": archive}))
+        for name, options in ways:
+            row, image = in_a_process(measure, config, new_size, **options)
             row = replace(row, variant=name)
             if stock is None:
                 stock, reason = gate.Reference(image), gate.problem(config, image)
@@ -119,6 +136,10 @@ def first_images(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     weights: WeightsOption = "random",
+    archive: Annotated[
+        Path | None,
+        typer.Option(help="Also time sdfastgn with this archive of compiled kernels.", exists=True),
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Time a pipeline's first images and first steps at a new size, stock and optimized."""
@@ -136,7 +157,7 @@ def first_images(
         new_size = config.size * 3 // 32 * 8 if new_size is None else new_size
         checks.image_size("--new-size", new_size)
         checks.file_path("--json", json)
-        rows = run(config, new_size)
+        rows = run(config, new_size, archive)
     what = f"{config.model} pipeline, {config.size}x{config.size}, {counted(config.steps, 'step')}"
     title = f"{what}, then {new_size}x{new_size}, {config.dtype} on {config.device}"
     shown = warm_up_table(rows)

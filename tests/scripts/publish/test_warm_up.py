@@ -15,6 +15,7 @@ from scripts.publish import runs, warm_up
 from sdfastgn.bench import documents
 from sdfastgn.bench.tables.warm_up import WaitRow, warm_up_table
 from sdfastgn.bench.workload import BenchConfig
+from sdfastgn.kernels.common import archive as archives
 from sdfastgn.program import OptionError
 from tests.command_line import exit_code_of
 
@@ -40,6 +41,25 @@ def test_ways_share_one_cache_that_is_empty_at_first():
     assert [call.kwargs["optimize"] for call in worker.call_args_list] == [False, True, True]
     assert len({call.kwargs["triton_cache"] for call in worker.call_args_list}) == 1
     assert all(row.status == documents.OK for row in rows)
+
+
+def test_an_archive_has_an_empty_cache_of_its_own(tmp_path):
+    image = np.linspace(0, 1, 192).reshape(1, 8, 8, 3)
+    with _images(*[image] * 4) as worker:
+        rows = warm_up.run(CONFIG, 48, tmp_path)
+    *_, shared, last = (call.kwargs for call in worker.call_args_list)
+    assert rows[-1].variant == warm_up.WITH_ARCHIVE
+    assert last == {"optimize": True, "triton_cache": last["triton_cache"], "archive": tmp_path}
+    assert last["triton_cache"] != shared["triton_cache"]
+
+
+def test_an_archive_that_was_not_used_gets_no_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "another")
+    monkeypatch.setenv(archives.VARIABLE, "another")
+    path = tmp_path / "kernels.zip"
+    with pytest.raises(OptionError, match=f"^--archive: '{path}' was not used: no kernel ran on a GPU"):
+        warm_up.measure(CONFIG, 48, optimize=True, triton_cache=str(tmp_path), archive=path)
+    assert os.environ[archives.VARIABLE] == str(path)
 
 
 @pytest.mark.parametrize("which", [1, 2], ids=["cold", "warm"])
@@ -76,7 +96,7 @@ def test_weights_that_cannot_be_loaded_are_told_by_the_process(tmp_path, monkeyp
 
 
 def test_the_script_prints_and_writes(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(warm_up, "run", lambda config, new_size: [dataclasses.replace(ROW, variant="eager")])
+    monkeypatch.setattr(warm_up, "run", lambda *options: [dataclasses.replace(ROW, variant="eager")])
     path = tmp_path / "out.json"
     arguments = ("--model", "tiny", "--device", "cpu", "--json", str(path))
     assert exit_code_of(monkeypatch, warm_up.first_images, *arguments) == 0
