@@ -243,6 +243,19 @@ def test_one_plan_a_kind_of_call(pair):
     assert planned(model).traces == 3
 
 
+def test_a_part_of_a_larger_batch_of_one_is_no_other_kind():
+    """Frames that are kept for the next call are a part of more frames, or not."""
+    model = nn.Sequential(nn.Conv3d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv3d(4, 4, 1)).eval()
+    ours = sdfastgn.optimize(copy.deepcopy(model))
+    frames = noise(1, 5, 3, 6, 4).transpose(1, 2)
+    for x in (frames[:, :, :2], frames[:, :, 3:], frames[:, :, 1:3].clone(), frames[:, :, 2:4, :]):
+        agree(ours(x), model(x), 1e-5)
+    assert vars(ours)["forward"].traces == 1
+    for x in (frames[..., 1:3].clone(), frames[:, :, :2].contiguous()):
+        agree(ours(x), model(x), 1e-5)
+    assert vars(ours)["forward"].traces == 3
+
+
 def test_enumerations_and_modules_as_keys():
     stock = net(InParts)
     model = sdfastgn.optimize(copy.deepcopy(stock))

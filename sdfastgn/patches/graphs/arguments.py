@@ -9,6 +9,7 @@ import dataclasses
 import enum
 from collections.abc import Callable, Mapping
 from numbers import Integral
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -184,7 +185,8 @@ class Call:
             if value.layout is not torch.strided:
                 raise Unsupported(f"{path} has a tensor of layout {value.layout}")
             is_lazy = value.is_conj() or value.is_neg()
-            return self._slot(value, _Spec(tuple(value.shape), value.stride(), value.dtype, is_lazy), tokens)
+            spec = _Spec(tuple(value.shape), _strides_of(value), value.dtype, is_lazy)
+            return self._slot(value, spec, tokens)
         if is_plain(kind):
             # -0.0 equals 0.0, and NaN does not equal itself.
             is_special = kind is float and (value == 0 or value != value)
@@ -211,6 +213,14 @@ class Call:
 def is_plain(kind: type) -> bool:
     """True for a class of values that a graph repeats as they were at its capture."""
     return kind in _PLAIN or issubclass(kind, enum.Enum) or is_numpy_constant(kind)
+
+
+def _strides_of(tensor: Tensor) -> tuple[int, ...]:
+    """The strides, with one for a batch of 1 that does not depend on the tensor of which it is a part."""
+    strides = tensor.stride()
+    if not strides or len(tensor) != 1:
+        return strides
+    return max(map(mul, tensor.shape[1:], strides[1:]), default=1), *strides[1:]
 
 
 def _like(spec: _Spec, device: torch.device | None) -> Tensor:

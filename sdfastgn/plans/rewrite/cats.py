@@ -6,10 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.fx import Node
 
-from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, rank, shape
+from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, is_only, rank, shape
 from sdfastgn.plans.run import steps
+
+aten = torch.ops.aten
 
 
 def cat(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
@@ -62,6 +65,41 @@ def _repeated_frames(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> N
     return None
 
 
+def _zeros_around(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
+    """Frames of zeros before or after others -> a pad."""
+    if rank(n) != 5 or dim != 2 or not dtype(n).is_floating_point:
+        return None
+    inner = [i for i, p in enumerate(parts) if not _is_zero(p)]
+    if not inner or len(inner) == len(parts):
+        return None
+    first, last = inner[0], inner[-1] + 1
+    front, back = (sum(shape(p)[2] for p in some) for some in (parts[:first], parts[last:]))
+    if not front and not back:
+        return None
+    to = (*shape(n)[:2], shape(n)[2] - front - back, *shape(n)[3:])
+    x = parts[first] if last - first == 1 else r.new(steps.cat, (tuple(parts[first:last]), 2), to, dtype(n))
+    return padded(r, n, x, [0, 0, 0, 0, front, back], "constant", 0.0)
+
+
+def _padded_parts(r: Rewriter, n: Node, parts: Sequence[Any], dim: int) -> Node | None:
+    """Parts with the same pads along the other axes -> one pad of the parts without them."""
+    if not all(has(p, steps.pad) and is_only(p) and p.args[2:] == parts[0].args[2:] for p in parts):
+        return None
+    at = 2 * (rank(n) - 1 - dim)  # the index of the pad before the first element along ``dim``
+    if at < 0 or at >= len(parts[0].args[1]) or parts[0].args[2] == "reflect":
+        return None
+    others = {(*p.args[1][:at], *p.args[1][at + 2 :]) for p in parts}
+    along = [b for p in parts for b in p.args[1][at : at + 2]]
+    if len(others) > 1 or any(along[1:-1]):
+        return None
+    pads = list(parts[0].args[1])
+    pads[at : at + 2] = along[0], along[-1]
+    sources = tuple(p.args[0] for p in parts)
+    size = sum(shape(x)[dim] for x in sources)
+    to = (*shape(sources[0])[:dim], size, *shape(sources[0])[dim + 1 :])
+    return padded(r, n, r.new(steps.cat, (sources, dim), to, dtype(n)), pads, *parts[0].args[2:])
+
+
 def _first_frame_once(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
     """The first frame upsampled in 2-D, then the others in 3-D -> one upsampling with ``first_once``."""
     if rank(n) != 5 or dim != 2 or len(parts) != 2:
@@ -90,6 +128,8 @@ _RULES: tuple[Callable[[Rewriter, Node, Sequence[Node], int], Node | None], ...]
     _all_of_one,
     _moved_parts,
     _repeated_frames,
+    _zeros_around,
+    _padded_parts,
     _first_frame_once,
     _norms_of_samples,
 )
@@ -100,6 +140,24 @@ def padded(r: Rewriter, n: Node, x: Any, pads: Sequence[int], mode: str, value: 
     while has(x, steps.pad) and mode == x.args[2] != "reflect" and value == x.args[3]:
         x, pads = x.args[0], [a + b for a, b in zip(pads, x.args[1], strict=True)]
     return r.like(steps.pad, (x, tuple(pads), mode, value), n)
+
+
+def padded_part(r: Rewriter, n: Node, cut: Any) -> Node | None:
+    """``cut``, a part of a tensor with borders: a part of the tensor, with the pads that are in ``cut``."""
+    source, dim, start, length = cut.args
+    if not has(source, steps.pad) or dim < 2:
+        return None
+    x, pads, mode, value = source.args
+    at = 2 * (rank(n) - 1 - dim)
+    if not any((*pads[:at], *pads[at + 2 :])):
+        return None
+    first, last = start - pads[at], start - pads[at] + length  # in elements of x
+    begin, end = max(first, 0), min(last, shape(x)[dim])
+    before, after = begin - first, last - end
+    if begin >= end or (mode == "reflect" and (before or after)):
+        return None
+    pads = [*pads[:at], before, after, *pads[at + 2 :]]
+    return padded(r, n, r.cut(x, dim, begin, end - begin), pads, mode, value)
 
 
 def unpadded(x: Any, sizes: Sequence[int]) -> Any:
@@ -119,6 +177,10 @@ def _joined(parts: Sequence[Any], dim: int) -> Any:
         end += p.args[3]
     whole = parts[0].args[0]
     return whole if end == shape(whole)[dim] else None
+
+
+def _is_zero(n: Any) -> bool:
+    return has(n, aten.full.default) and n.args[1] == 0
 
 
 def _uncopied(n: Any) -> Any:

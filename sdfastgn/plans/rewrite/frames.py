@@ -101,7 +101,14 @@ def in_one(r: Rewriter, n: Any) -> Node | None:
 def last_slice(r: Rewriter, n: Any) -> Node | None:
     """A convolution of one frame after zeros: it meets only the last slice of the weight along time."""
     x, weight, bias, stride, padding, dilation, _, _, groups = n.args
-    if rank(n) != 5 or bias is not None or not has(x, steps.pad) or padding[0]:
+    if rank(n) != 5 or bias is not None or padding[0]:
+        return None
+    if has(weight, steps.cut) and shape(x)[2] == 1:  # its code leaves out the zeros
+        whole, axis, start, length = weight.args
+        if axis != 2 or length != 1 or start != shape(whole)[2] - 1:
+            return None
+        return r.like(steps.conv_last_slice, (x, whole, stride, padding, dilation, groups), n)
+    if not has(x, steps.pad):
         return None
     frame, pads, mode, value = x.args
     reach = dilation[0] * (shape(weight)[2] - 1)
@@ -283,8 +290,13 @@ def _kept_of(source: Source) -> tuple[Kept, ...] | None:
 
 
 def _kept_by(u: Any, source: Source) -> Kept | None:
-    """``u``, if it is the last frames of x, or the last frames of the cache and x, or has x as its cache."""
+    """``u``, if it is the last frames of x, or the last frames of the cache and x, or has x as its cache.
+
+    Or if it is the call's result, which has all of x.
+    """
     x, cache = source.x, source.cache
+    if u.op == "output" and source.is_changed:
+        return Kept(u, shape(x)[2], whole=x)
     if has(u, steps.cut) and u.args[1] == 2 and u.args[2] + u.args[3] == shape(x)[2]:
         return Kept(u, u.args[3])
     if not has(u, steps.cat) or u.args[1] != 2 or len(u.args[0]) != 2 or u.args[0][0] is u.args[0][1]:

@@ -108,7 +108,9 @@ def _alias(r: Rewriter, n: Node, x: Node, *_: Any) -> Node:
 @spells(aten.clone.default)
 def _clone(r: Rewriter, n: Node, x: Node, *_: Any) -> Node:
     """A copy -> the value itself. A copy of a part stays: whoever keeps it does not keep the whole."""
-    return r.like(steps.copy, (x,), n) if has(x, steps.cut) else x
+    if not has(x, steps.cut):
+        return x
+    return cats.padded_part(r, n, x) or r.like(steps.copy, (x,), n)
 
 
 @spells(aten.permute.default)

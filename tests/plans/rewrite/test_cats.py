@@ -140,6 +140,95 @@ def test_norms_of_samples(call, steps):
     assert steps_of(call, batch) == (steps or ["group_norm", "group_norm", "cat"])
 
 
+# ---- zeros and borders
+
+BORDER = (1, 1, 2, 2, 0, 0)
+
+
+def bordered(x, front=0, back=0, mode="replicate"):
+    return F.pad(x, (*BORDER[:4], front, back), mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("call", "steps"),
+    [
+        (lambda x: torch.cat([torch.zeros_like(x[:, :, :2]), x], 2), ["pad"]),
+        (lambda x: torch.cat([x.new_zeros(1, 4, 1, 2, 4), x, torch.zeros(1, 4, 2, 2, 4)], 2), ["pad"]),
+        (lambda x: torch.cat([torch.zeros_like(x[:, :, :1]), x, x * 2], 2), ["aten.mul", "padded_cat"]),
+        (lambda x: torch.cat([torch.zeros_like(x), x], 1), ["aten.full", "cat"]),
+        (lambda x: torch.cat([torch.ones_like(x), x], 2), ["aten.full", "cat"]),
+        (lambda x: torch.cat([x, torch.zeros_like(x), x], 2), ["aten.full", "cat"]),
+        (lambda x: torch.cat([torch.zeros_like(x), torch.zeros_like(x)], 2), ["aten.full", "cat"]),
+        (lambda x: torch.cat([torch.zeros_like(x[0]), x[0]], 1), ["aten.full", "cat"]),
+        (lambda x: torch.cat([torch.zeros_like(x.long()), x.long()], 2), ["cast", "aten.full", "cat"]),
+    ],
+)
+def test_zeros_before_and_after_frames(call, steps):
+    assert steps_of(call, video) == steps
+
+
+@pytest.mark.parametrize(
+    ("call", "steps"),
+    [
+        (lambda x, y: torch.cat([bordered(x), bordered(y)], 2), ["cat", "pad"]),
+        (lambda x, y: torch.cat([bordered(x, 2), bordered(y, 0, 1)], 2), ["cat", "pad"]),
+        (lambda x, y: torch.cat([F.pad(x, BORDER), F.pad(y, BORDER)], 2), ["padded_cat"]),
+        (lambda x, y: torch.cat([F.pad(x[0], (1, 1, 2, 0)), F.pad(y[0], (1, 1, 0, 2))], 1), None),
+        (lambda x, y: torch.cat([bordered(x, 0, 1), bordered(y)], 2), None),
+        (lambda x, y: torch.cat([bordered(x), bordered(y, 1)], 2), None),
+        (lambda x, y: torch.cat([bordered(x, mode="reflect"), bordered(y, mode="reflect")], 2), None),
+        (lambda x, y: torch.cat([bordered(x), F.pad(y, BORDER)], 2), None),
+        (lambda x, y: torch.cat([F.pad(x, BORDER), F.pad(y, BORDER, value=1.0)], 2), None),
+        (lambda x, y: torch.cat([bordered(x), F.pad(y, (2, 0, 2, 2, 0, 0), mode="replicate")], 2), None),
+        (lambda x, y: torch.cat([F.pad(x, BORDER), F.pad(y, BORDER)], 1), None),
+    ],
+)
+def test_a_border_around_parts(call, steps):
+    sizes = torch.randn(1, 4, 3, 3, 5), torch.randn(1, 4, 3, 3, 5)
+    assert steps_of(call, *sizes) == (steps or ["pad", "pad", "cat"])
+
+
+def test_a_border_that_is_read_without_the_others_stays():
+    def call(x, y):
+        a = bordered(x)
+        return torch.cat([a, bordered(y)], 2), a * 2
+
+    assert steps_of(call, video, video * 2) == ["pad", "pad", "cat", "aten.mul"]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda x: bordered(x)[:, :, -2:],
+        lambda x: bordered(x, 2)[:, :, -2:],
+        lambda x: bordered(x[:, :, :1], 2)[:, :, -2:],
+        lambda x: bordered(x, 2, 1)[:, :, 1:-1],
+        lambda x: bordered(x, 2, 1)[:, :, 1:3],
+        lambda x: bordered(x, 2, 1)[:, :, 5:],
+        lambda x: bordered(x)[..., 1:4, :],
+        lambda x: bordered(x)[..., 3:],
+        lambda x: F.pad(x, (1, 1, 2, 2, 2, 0), value=3.0)[:, :, 1:3],
+        lambda x: F.pad(x, (1, 1, 1, 1, 0, 0), mode="reflect")[:, :, 1:3],
+    ],
+)
+def test_a_copy_of_a_part_with_its_border(part):
+    assert steps_of(lambda x: part(x).clone(), video) == ["pad"]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda x: bordered(x, 2)[:, :, :2],  # no frame of x
+        lambda x: bordered(x, 0, 2)[:, :, -1:],
+        lambda x: F.pad(x, (1, 1, 1, 1, 2, 0), mode="reflect")[:, :, 1:4],
+        lambda x: bordered(x)[:, :2],
+        lambda x: F.pad(x, (0, 0, 0, 0, 2, 0), mode="replicate")[:, :, -2:],  # no border
+    ],
+)
+def test_other_copies_of_parts_stay(part):
+    assert steps_of(lambda x: part(x).clone(), video) == ["pad", "copy"]
+
+
 # ---- parts along another axis
 
 picture, frames, larger = torch.randn(2, 8, 3, 5), torch.randn(1, 16, 2, 3, 5), torch.randn(1, 2, 4, 6, 10)

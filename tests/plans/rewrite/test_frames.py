@@ -190,6 +190,47 @@ def test_chunks_with_caches(weight, norm, size, steps_of_chunks):
     assert found[: -2 * steps_of_chunks - 1] == first
 
 
+@pytest.mark.parametrize("norm", [group_norm, channel_norm])
+def test_a_result_is_all_that_is_kept(weight, norm):
+    def call(cache, x):
+        x = norm(x)
+        return F.conv3d(torch.cat([cache, x], 2), weight), x
+
+    def with_zeros(cache, x):
+        whole = torch.cat([cache, norm(x)], 2)
+        return F.conv3d(torch.cat([torch.zeros_like(cache), whole], 2), weight), whole
+
+    assert kept_steps(call, video(2), video(3)) == (["frames", "conv"], [3])
+    assert kept_steps(with_zeros, video(1), video(2)) == (["frames", "conv"], [3])
+
+
+def test_a_result_with_pads_after_it_stays(weight):
+    def call(x):
+        x = group_norm(x)
+        return F.conv3d(F.pad(x, (1, 1, 1, 1, 1, 1), mode="replicate"), weight), x
+
+    assert kept_steps(call, video()) == (["group_norm", "frames", "conv"], [0])
+
+
+@pytest.mark.parametrize("norm", [group_norm, channel_norm])
+@pytest.mark.parametrize("sizes", [(4, 4), (1, 2, 1), (2, 1, 3), (1, 1)])
+def test_chunks_that_carry_borders(weight, norm, sizes):
+    """The cache has the borders of its frames."""
+
+    def call(*chunks):
+        cache, results = None, []
+        for chunk in chunks:
+            x = F.pad(norm(chunk), (1, 1, 1, 1, 2 if cache is None else 0, 0), mode="replicate")
+            x = x if cache is None else torch.cat([cache, x], 2)
+            cache = x[:, :, -2:].clone()
+            results.append(F.conv3d(x, weight))
+        return torch.cat(results, 2)
+
+    plan = checked(call, *(video(size) for size in sizes))
+    assert plan.steps == ["frames", "conv"] * len(sizes) + ["cat"]
+    assert {(f["border"], f["mode"]) for f in frames_of(plan)} == {((1, 1), "replicate")}
+
+
 def test_a_norm_that_is_read_otherwise_stays(weight):
     for other in (
         lambda h: h[:, :, :2],
@@ -249,6 +290,25 @@ def test_a_norm_of_each_frame(weight):
     plan = checked(call, video())
     assert plan.steps == ["frames", "conv"]
     assert frames_of(plan)[0]["norm"].framewise
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda x, w: F.conv3d(x, w[:, :, -1:], padding=(0, 1, 1)), ["conv_last_slice"]),
+        (lambda x, w: F.conv3d(x, w[:, :, -1:], stride=(2, 1, 2)), ["conv_last_slice"]),
+        (lambda x, w: F.conv3d(x, w[:, :, 1:2], padding=(0, 1, 1)), ["conv"]),
+        (lambda x, w: F.conv3d(x, w[:, :, -1:], padding=1), ["conv"]),
+    ],
+)
+def test_code_that_leaves_out_zeros(weight, call, expected):
+    assert steps_of(lambda x: call(x, weight), video(1)) == expected
+
+
+def test_other_slices_of_a_weight_stay(weight):
+    assert steps_of(lambda x: F.conv3d(x, weight[:, :, -1:]), video(2)) == ["conv"]
+    assert steps_of(lambda x: F.conv3d(x, weight[:, :, :, -1:]), video(3)) == ["conv"]
+    assert steps_of(lambda x: F.conv3d(x, weight[:, :, -2:]), video(2)) == ["conv"]
 
 
 # ---- kept frames of what the convolution reads
