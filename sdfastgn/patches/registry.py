@@ -25,7 +25,6 @@ _ASKED = (("fusions.sequential", "FOLD_BATCH_NORM"),)
 _OF_DIFFUSERS = (
     ("fusions.resnet_block", "FUSION"),
     ("fusions.resnet_block_cond_norm", "FUSION"),
-    ("fusions.kandinsky3_block", "NORM", "BLOCK", "RESNET_BLOCK"),
     ("fusions.temporal_resnet_block", "FUSION", "SPATIO_TEMPORAL"),
     ("fusions.transformer_2d", "FUSION"),
     ("fusions.transformer_block", "FUSION"),
@@ -42,8 +41,6 @@ _OF_DIFFUSERS = (
     ("fusions.decoder_slices", "FUSION"),
     ("fusions.tiled_decode", "FUSION"),
     ("fusions.autoencoder_tiny", "BLOCK", "ENCODER", "DECODER"),
-    ("fusions.hunyuan_video_15", "FUSIONS"),
-    ("fusions.easyanimate", "FUSIONS"),
 )
 _OF_PIPELINES = (
     ("pipeline.scheduler", "FUSION"),

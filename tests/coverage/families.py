@@ -222,12 +222,12 @@ def hunyuan_video_15():
     return parts | without_text("", "_2")
 
 
-@family("HunyuanVideo 1.5, text to video", "hunyuan_video_15_")
+@family("HunyuanVideo 1.5, text to video")
 def _():
     return pipeline("HunyuanVideo15Pipeline", hunyuan_video_15(), **two_texts(), **FRAMES)
 
 
-@family("HunyuanVideo 1.5, image to video", "hunyuan_video_15_")
+@family("HunyuanVideo 1.5, image to video")
 def _():
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
     encoder = SiglipVisionConfig(**sizes, image_size=16, patch_size=8)
@@ -264,7 +264,7 @@ def _():
     return pipeline("HunyuanImagePipeline", parts, **two_texts(), height=16, width=16)
 
 
-@family("HunyuanImage, refiner", "hunyuan_image_refiner_")
+@family("HunyuanImage, refiner")
 def _():
     vae = autoencoder("HunyuanImage, refiner")
     options = {"patch_size": (1, 1, 1), "rope_axes_dim": (2, 4, 4), "guidance_embeds": True}
@@ -542,13 +542,13 @@ def easyanimate(name, in_channels, options, **inputs):
     return pipeline(name, parts | without_text(""), **embeds(**MASKED), **inputs, **FRAMES)
 
 
-@family("EasyAnimate, text to video", "easyanimate_")
+@family("EasyAnimate, text to video")
 def _():
     return easyanimate("EasyAnimatePipeline", 4, {})
 
 
 # diffusers 0.42.1 can neither resize the mask nor run EasyAnimateControlPipeline.
-@family("EasyAnimate, inpainting", "easyanimate_")
+@family("EasyAnimate, inpainting")
 def _():
     frames = noise(1, 3, 5, 16, 16).sigmoid()
     inputs = {"video": frames, "mask_video": 255.0 * (frames[:, :1] > 0.5)}

@@ -26,8 +26,7 @@ results of this test. `python -m tests.coverage.page --write docs/coverage.md` w
 again.
 
 - **fused**: in all models of the row, every GroupNorm runs in one kernel with the activation after
-  it. In the autoencoders of HunyuanVideo 1.5 and HunyuanImage's refiner this holds for every
-  RMSNorm.
+  it.
 - **partly**: the last column says which parts run stock's code, or an activation in a separate
   pass, and why.
 - **plans**: nothing is fused, and calls run as [plans](plans.md) of stock's code, in which norms,
@@ -62,7 +61,7 @@ guidance, or a decode or an encode of an autoencoder. "Optimized" means the defa
 Some networks keep stock's code and layout in calls that are no plans, because `optimize` would make
 them slower. This can happen with the autoencoders of HunyuanVideo, HunyuanVideo 1.5, HunyuanImage's
 refiner and Mochi. They repeat the border of a video before each convolution, which PyTorch does
-slowly in channels-last. A kernel of sdfastgn does it fast, in plans and in fused convolutions.
+slowly in channels-last. In plans a kernel of sdfastgn does it fast.
 
 <!-- table:real_sizes -->
 <!-- /table:real_sizes -->

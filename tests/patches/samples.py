@@ -10,7 +10,6 @@ from diffusers.models import AutoencoderKL, AutoencoderTiny, UNet2DConditionMode
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention, SpatialNorm
-from diffusers.models.autoencoders import autoencoder_kl_magvit as easyanimate
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.normalization import AdaGroupNorm
 from diffusers.models.resnet import (
@@ -26,11 +25,6 @@ from diffusers.models.transformers.transformer_temporal import (
 )
 from diffusers.models.unets.unet_2d_blocks import AutoencoderTinyBlock, CrossAttnUpBlock2D, UpBlock2D
 from diffusers.models.unets.unet_3d_blocks import CrossAttnUpBlockSpatioTemporal, UpBlockSpatioTemporal
-from diffusers.models.unets.unet_kandinsky3 import (
-    Kandinsky3Block,
-    Kandinsky3ConditionalGroupNorm,
-    Kandinsky3ResNetBlock,
-)
 from diffusers.models.unets.unet_motion_model import (
     AnimateDiffTransformer3D,
     CrossAttnUpBlockMotion,
@@ -39,7 +33,6 @@ from diffusers.models.unets.unet_motion_model import (
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
-from sdfastgn.patches.fusions import hunyuan_video_15
 from sdfastgn.patches.swap import tested_sources
 from tests.patches.group_norm_32 import GroupNorm32
 
@@ -157,11 +150,6 @@ def _with_states(module):
     return module(tokens(2, 7, 20), encoder_hidden_states=tokens(2, 5, 12))
 
 
-def video(*shape, seed=0):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return x.contiguous(memory_format=torch.channels_last_3d)
-
-
 # Two videos of three frames: which of the frames are images of their own.
 _FRAMES = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
 
@@ -180,98 +168,6 @@ def _over_frames(cls, **options):
 def _on_frames(module):
     found = module(image(6, 20, 3, 2), num_frames=3)
     return getattr(found, "sample", found)
-
-
-def in_chunks(module, x, *sizes):
-    """The result of a causal module for the frames of x in chunks of these sizes."""
-    cache = [None] * 32
-    return torch.cat([module(part, feat_cache=cache, feat_idx=[0]) for part in x.split(sizes, 2)], 2)
-
-
-def without_frames(module):
-    """Let the convolutions in ``module`` forget the frames that they keep between calls."""
-    for part in module.modules():
-        if hasattr(part, "_clear_conv_cache"):
-            part._clear_conv_cache()
-
-
-def in_batches(module, x, *sizes):
-    """The result for the frames of x in batches of these sizes. ``module`` keeps frames between calls."""
-    found = torch.cat([module(part) for part in x.split(sizes, 2)], 2)
-    if isinstance(module, nn.Module):  # else it is a function that calls a module
-        without_frames(module)
-    return found
-
-
-def _of_easyanimate():
-    """Samples of the blocks of EasyAnimate's autoencoder."""
-    Conv, Block = easyanimate.EasyAnimateCausalConv3d, easyanimate.EasyAnimateResidualBlock3D
-    Up, Down = easyanimate.EasyAnimateUpsampler3D, easyanimate.EasyAnimateDownsampler3D
-    sizes = {"block_out_channels": (8,) * 2, "layers_per_block": 1, "norm_num_groups": 4}
-    down, up = ((f"SpatialTemporal{name}Block3D",) * 2 for name in ("Down", "Up"))
-    Encoder, Decoder = easyanimate.EasyAnimateEncoder, easyanimate.EasyAnimateDecoder
-    x = video(2, 12, 4, 4, 2).requires_grad_()
-    found = [
-        ("conv", lambda: Conv(12, 20), lambda m: in_batches(m, x, 1, 3)),
-        ("conv-strided", lambda: Conv(12, 20, stride=2), lambda m: in_batches(m, x.contiguous(), 2, 2)),
-        ("resnet_block", lambda: Block(12, 20, norm_num_groups=4), lambda m: in_batches(m, x, 1, 3)),
-        (
-            "resnet_block-all-frames",
-            lambda: Block(12, 12, norm_num_groups=4, spatial_group_norm=False),
-            lambda m: in_batches(m, x, 2, 2),
-        ),
-        ("upsample", lambda: Up(12, 20, temporal_upsample=True), lambda m: in_batches(m, x, 1, 3)),
-        (
-            "upsample-all-frames",
-            lambda: Up(12, 20, temporal_upsample=True, spatial_group_norm=False),
-            lambda m: in_batches(m, x, 1, 3),
-        ),
-        ("upsample-2d", lambda: Up(12, 20), lambda m: in_batches(m, x, 1, 3)),
-        ("downsample", lambda: Down(12, 20), lambda m: in_batches(m, x, 2, 2)),
-        ("downsample-2d", lambda: Down(12, 20, stride=(1, 2, 2)), lambda m: in_batches(m, x, 1, 3)),
-        (
-            "encoder",
-            lambda: Encoder(3, 4, down, spatial_group_norm=True, **sizes),
-            lambda m: in_batches(m, video(1, 3, 5, 4, 2), 1, 4),
-        ),
-        (
-            "decoder",
-            lambda: Decoder(4, 3, up, spatial_group_norm=True, **sizes),
-            lambda m: in_batches(m, video(1, 4, 2, 2, 1), 1, 1),
-        ),
-    ]
-    return [(f"easyanimate_{name}", build, call) for name, build, call in found]
-
-
-def _of_hunyuan_video_15(family, module, prefix, resampling=""):
-    """Samples of the blocks that the autoencoders of HunyuanVideo 1.5 and HunyuanImage's refiner share."""
-    names = ("RMS_norm", "CausalConv3d", "ResnetBlock", "AttnBlock", "Encoder3D", "Decoder3D")
-    Norm, Conv, Block, Attention, Encoder, Decoder = (getattr(module, prefix + name) for name in names)
-    Upsample, Downsample = (getattr(module, f"{prefix}{name}sample{resampling}") for name in ("Up", "Down"))
-    sizes = {"layers_per_block": 1, "temporal_compression_ratio": 2, "spatial_compression_ratio": 2}
-    x = video(2, 8, 3, 4, 2)
-    found = [
-        ("norm", lambda: Norm(8, images=False), lambda m: m(x)),
-        ("conv", lambda: Conv(8, 12), lambda m: m(x)),
-        ("resnet_block", lambda: Block(8, 12), lambda m: m(x)),
-        ("resnet_block-same", lambda: Block(8), lambda m: m(x.contiguous())),
-        ("attention", lambda: Attention(8), lambda m: m(x[:1])),
-        ("upsample", lambda: Upsample(8, 4), lambda m: m(x)),
-        ("upsample-2d", lambda: Upsample(8, 8, False), lambda m: m(x)),
-        ("downsample", lambda: Downsample(8, 16), lambda m: m(x)),
-        ("downsample-2d", lambda: Downsample(8, 8, False), lambda m: m(x)),
-        (
-            "encoder",
-            lambda: Encoder(3, 8, block_out_channels=(16, 32), **sizes),
-            lambda m: m(video(1, 3, 3, 4, 2)),
-        ),
-        (
-            "decoder",
-            lambda: Decoder(4, 3, block_out_channels=(32, 16), **sizes),
-            lambda m: m(video(1, 4, 2, 2, 1)),
-        ),
-    ]
-    return [(f"{family}_{name}", build, call) for name, build, call in found]
 
 
 # (id, builder, call); the id starts with the fusion's name.
@@ -393,31 +289,6 @@ SAMPLES = [
         "resnet_block_cond_norm-up",
         lambda: ResnetBlockCondNorm2D(in_channels=12, temb_channels=16, groups=3, up=True),
         lambda m: m(image(2, 12, 5, 6), _TEMB),
-    ),
-    (
-        "kandinsky3_norm",
-        lambda: Kandinsky3ConditionalGroupNorm(3, 12, 16),
-        lambda m: m(image(2, 12, 5, 6), _TEMB),
-    ),
-    (
-        "kandinsky3_block",
-        lambda: Kandinsky3Block(12, 16, 16, norm_groups=3, up_resolution=True),
-        lambda m: m(image(2, 12, 5, 6), _TEMB),
-    ),
-    (
-        "kandinsky3_resnet_block",
-        lambda: Kandinsky3ResNetBlock(12, 24, 16, norm_groups=3),
-        lambda m: m(image(2, 12, 5, 6), _TEMB),
-    ),
-    (
-        "kandinsky3_resnet_block-down",
-        lambda: Kandinsky3ResNetBlock(12, 24, 16, 3, up_resolutions=(None, None, False, None)),
-        lambda m: m(image(2, 12, 4, 6), _TEMB),
-    ),
-    (
-        "kandinsky3_resnet_block-up",
-        lambda: Kandinsky3ResNetBlock(12, 12, 16, 3, up_resolutions=(None, True, None, None)),
-        lambda m: m(image(2, 12, 3, 2), _TEMB),
     ),
     ("attention", lambda: _attention(), lambda m: m(tokens(2, 7, 16))),
     (
@@ -579,13 +450,7 @@ SAMPLES = [
     ("transformer_block-numpy", lambda: _block(norm_eps=np.float32(0.5)), _with_states),
     ("transformer_block-only-cross", lambda: _block(only_cross_attention=True), _with_states),
     ("transformer_block-no-affine", lambda: _block(norm_elementwise_affine=False), _with_states),
-    *_of_easyanimate(),
 ]
-if hunyuan_video_15._video is not None:
-    SAMPLES += _of_hunyuan_video_15("hunyuan_video_15", hunyuan_video_15._video, "HunyuanVideo15")
-if hunyuan_video_15._refiner is not None:
-    refiner = hunyuan_video_15._refiner
-    SAMPLES += _of_hunyuan_video_15("hunyuan_image_refiner", refiner, "HunyuanImageRefiner", "DCAE")
 
 
 def _each(samples):

@@ -8,7 +8,7 @@ from peft import LoraConfig, inject_adapter_in_model
 
 import sdfastgn
 from tests.kernels.samples import kernels
-from tests.patches import cases, samples
+from tests.patches import cases
 from tests.patches.samples import snapshot
 
 
@@ -19,10 +19,6 @@ def codes(frames, batch=1, latents=(2, 3)):
 def pixels(ratio, frames, batch=1, latents=(2, 3)):
     """ratio: pixels per latent, along each side."""
     return cases.noise(batch, 3, frames, *(ratio * size for size in latents), mean=0.0)
-
-
-def video(*shape, seed=0):
-    return samples.video(*shape, seed=seed).to(cases.WHERE["device"])
 
 
 def decode_of(z):
@@ -62,9 +58,9 @@ def is_restored_bit_by_bit(stock, *calls):
     expected = [call(stock) for call in calls]
     before = snapshot(stock)
     sdfastgn.optimize(stock)
-    assert sdfastgn.report(stock).channels_last_weights > 0
     for call in calls:
         call(stock)
+    assert sdfastgn.report(stock).channels_last_weights > 0
     sdfastgn.restore(stock)
     assert snapshot(stock) == before
     with kernels():  # on a GPU stock's convolutions choose by the layout
@@ -99,12 +95,6 @@ def hooks_see_the_same(models, layer, call, bound=2e-5):
     assert seen[0]
     for ours, theirs in zip(*seen, strict=True):
         cases.agree(ours, theirs, bound)
-
-
-def drop_all(model):
-    """A dropout that drops all."""
-    model.dropout.p = 1.0
-    model.dropout.train()
 
 
 def adapt(model, *layers):

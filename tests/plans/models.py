@@ -585,7 +585,7 @@ calls(
 calls(
     "Kandinsky3UNet",
     {
-        "time_embedding_dim": 32,
+        "time_embedding_dim": 16,
         "groups": 4,
         "attention_head_dim": 8,
         "layers_per_block": 2,

@@ -126,6 +126,8 @@ NETWORKS = {
     ),
     "Wan 2.2, decode 5x704x1280": decoder("AutoencoderKLWan", 1, 48, 2, 44, 80, **WAN_22),
     "HunyuanVideo, decode 17x480x832": decoder("AutoencoderKLHunyuanVideo", 1, 16, 5, 60, 104),
+    "HunyuanVideo 1.5, decode 17x480x832": decoder("AutoencoderKLHunyuanVideo15", 1, 32, 5, 30, 52),
+    "HunyuanImage's refiner, decode 1024x1024": decoder("AutoencoderKLHunyuanImageRefiner", 1, 32, 1, 64, 64),
     "CogVideoX, decode 9x480x720": decoder("AutoencoderKLCogVideoX", 1, 16, 3, 60, 90),
     "CogVideoX, encode 9x480x720": Network(
         "AutoencoderKLCogVideoX", {}, torch.bfloat16, "_encode", {"x": (1, 3, 9, 480, 720)}

@@ -192,6 +192,24 @@ def test_a_network_over_one_axis():
     assert not [step for step in planned.steps if "mish" in step]
 
 
+@pytest.mark.parametrize("mode", ["auto", False])
+def test_a_unet_whose_blocks_have_norms_of_their_own(mode):
+    """Kandinsky 3's. One plan serves all times that are numbers, and one those that are tensors."""
+    call = next(call for call in CALLS if call.cls == "Kandinsky3UNet")
+    model, stock = (call.model() for _ in range(2))
+    sdfastgn.optimize(model, cuda_graphs=mode)
+    times = 10, 20.5, torch.tensor(7), torch.tensor(3)
+    for seed, time in enumerate(times):
+        inputs = {**call.drawn(seed), "timestep": time}
+        agree(*(call.run(each, **inputs)[0] for each in (model, stock)), 1e-4)
+    (planned,) = (p for p in sdfastgn.report(model).plans if p.calls)
+    assert (planned.plans, planned.calls, planned.own) == (2, len(times), {})
+    norms = [m for m in stock.modules() if isinstance(m, nn.GroupNorm)]
+    assert planned.steps["group_norm"] == 2 * len(norms)
+    sdfastgn.restore(model)
+    assert torch.equal(*(call.run(each, **call.drawn(0))[0] for each in (model, stock)))
+
+
 @pytest.mark.parametrize("modes", [(False, "auto"), ("auto", False)])
 def test_graphs_are_turned_on_and_off(modes):
     model = autoencoder()

@@ -1,9 +1,9 @@
 """Fusions for ComfyUI's autoencoders of HunyuanVideo 1.5 and of HunyuanImage's refiner.
 
-Before each convolution, one pass computes the norm and SiLU and repeats borders and frames, as in the fusions
-for diffusers (``fusions/hunyuan_video_15.py``). Stock's resampling moves channels to positions (or positions
-to channels) twice: in the result of its convolution and in its shortcut. Here one pass reads both and writes
-their sum. Videos are computed in chunks (``carried.py``).
+Before each convolution, one pass computes the norm and SiLU and repeats borders and frames. Stock's
+resampling moves channels to positions (or positions to channels) twice: in the result of its convolution and
+in its shortcut. Here one pass reads both and writes their sum. Videos are computed in chunks
+(``carried.py``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Code that the fusions of video autoencoders share.
+"""Code that the fusions of ComfyUI's autoencoders for videos share, and some of diffusers' fusions.
 
 It checks layers, and it computes norms, convolutions and sums.
 """
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sdfastgn.kernels.channel_norm.op import channel_norm
@@ -20,11 +19,11 @@ from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm, modulation_times
 from sdfastgn.kernels.product.op import linear
 from sdfastgn.kernels.statistics.op import add_kernel
 from sdfastgn.patches.layers.group_norm import FusedGroupNorm
-from sdfastgn.patches.layers.statistics import add_bias, take_statistics
-from sdfastgn.patches.swap.fusion import activation_of, activation_reason, is_unhooked
+from sdfastgn.patches.layers.statistics import take_statistics
+from sdfastgn.patches.swap.fusion import activation_of, is_unhooked
 
 # Stock and fused classes of norms that compute the same as ``WanRMS_norm``. Files such as
-# ``hunyuan_video_15.py`` add the classes of their model.
+# ``comfyui/hunyuan_video_15.py`` add the classes of their model.
 NORMS: set[type[nn.Module]] = set()
 # Upstream divides by at least this norm: the default ``eps`` of F.normalize.
 _EPS = 1e-12
@@ -64,7 +63,7 @@ def channels_into(causal: Any) -> int:
     return getattr(getattr(causal, "conv", None), "in_channels", 0)
 
 
-def is_plain_conv3d(conv: Any, x: Tensor, C: int, kind: type[nn.Conv3d] = nn.Conv3d) -> bool:
+def is_plain_conv3d(conv: Any, x: Tensor, C: int, kind: type[nn.Conv3d]) -> bool:
     """True if ``conv`` can run fused on an input of C channels, in the dtype and on the device of x.
 
     A call must only run PyTorch's convolution, without hooks or replaced methods. ``kind``: the class that
@@ -77,26 +76,6 @@ def is_plain_conv3d(conv: Any, x: Tensor, C: int, kind: type[nn.Conv3d] = nn.Con
         and (conv.padding_mode, type(conv.padding), conv.in_channels) == ("zeros", tuple, C)
         and (conv.weight.dtype, conv.weight.device) == (x.dtype, x.device)
     )
-
-
-def convolve_padded(conv: Any, frames: Tensor, bias: Tensor | None, *, emits: bool = True) -> Tensor:
-    """Returns ``conv(frames)``, channels-last.
-
-    A 1x1x1 convolution in fp16 or bf16, without padding, is a matrix product, which stores no statistics.
-
-    Args:
-        conv: a convolution, for which ``is_plain_conv3d`` is true.
-        frames: (N, C, T, H, W), channels-last. They include the padding of the module that wraps ``conv``.
-        bias: the bias of ``conv``, or None if the next kernel adds it.
-        emits: True if a GroupNorm reads the result next. Then the pass that adds the bias also stores the
-            statistics of the sum, where that saves time.
-    """
-    if conv.padding == (0, 0, 0) and is_product(conv, frames):
-        return product_of(conv, frames, bias)
-    where = conv.stride, conv.padding, conv.dilation, conv.groups
-    # ``in_channels_last`` is needed on a CPU, where a convolution may return a channels-first result.
-    y = in_channels_last(F.conv3d(frames, conv.weight, None if emits else bias, *where))
-    return add_bias(y, bias) if emits else y
 
 
 def is_product(conv: Any, x: Tensor) -> bool:
@@ -115,15 +94,6 @@ def product_of(conv: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 # --- norms and activations ----------------------------------------------------------------------------
-
-
-def activation_reason_of(module: Any) -> str | None:
-    """Why the activation of ``module``, a part of an autoencoder, cannot be fused; None if it can.
-
-    Also None if ``module`` has no activation.
-    """
-    act = getattr(module, "nonlinearity", getattr(module, "conv_act", None))
-    return None if act is None else activation_reason(act)
 
 
 def can_fuse(norm: Any, act: nn.Module, x: Tensor, C: int) -> bool:

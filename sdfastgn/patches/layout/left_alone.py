@@ -7,11 +7,8 @@ Some versions of cuDNN compute 3-D convolutions in bf16 wrongly, and need gigaby
 Video autoencoders that repeat the border of their 5-D tensors (HunyuanVideo 1.5, Mochi) call ``F.pad`` in
 mode "replicate" before each convolution. For channels-last tensors this ``F.pad`` is slow, and its result is
 channels-first, so that the convolution has to copy it. Together this costs more than the fused norms save.
-"Real sizes" in docs/coverage.md has the times of all models.
-
-Plans and some fusions repeat the border in a kernel, which is fast. These fusions are registered with
-``pads_quickly``. If they can fuse all convolutions of a model that repeat the border, ``optimize`` changes
-the model.
+"Real sizes" in docs/coverage.md has the times of all models. Plans repeat the border in a kernel, which is
+fast.
 """
 
 from __future__ import annotations
@@ -21,8 +18,6 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import nn
 
-from sdfastgn.patches.swap.fusion import Fusion
-
 # The versions of cuDNN whose 3-D convolutions in bf16 are wrong or need more memory: from 9.8, before 9.15.
 # The numbers are as in ``torch.backends.cudnn.version()``.
 _BAD_CUDNN = range(90800, 91500)
@@ -30,23 +25,13 @@ _BAD_CUDNN = range(90800, 91500)
 # The reason to leave a model that repeats borders without a kernel.
 SLOW_BORDERS = "its model is faster as it is: PyTorch repeats the border of a video slowly in channels-last"
 
-# The fusions that were registered with ``pads_quickly``.
-_quick: list[Fusion] = []
-
-
-def pads_quickly(fusion: Fusion) -> None:
-    """Register ``fusion`` as one whose fused convolutions repeat the border of their input in a kernel."""
-    _quick.append(fusion)
-
 
 def reason_to_leave(modules: Collection[nn.Module]) -> str | None:
     """Why ``optimize`` must leave the model of ``modules`` as it is; None if it may change the model."""
     reason = reason_of_cudnn(modules)
     if reason is not None:
         return reason
-    if any(_repeats_borders(module) and not _has_kernel(module) for module in modules):
-        return SLOW_BORDERS
-    return None
+    return SLOW_BORDERS if any(map(_repeats_borders, modules)) else None
 
 
 def reason_of_cudnn(modules: Iterable[nn.Module]) -> str | None:
@@ -70,15 +55,4 @@ def _repeats_borders(module: nn.Module) -> bool:
     """True if ``module`` is one of diffusers' 3-D convolutions that repeat the border of their input."""
     return vars(module).get("pad_mode") == "replicate" and isinstance(
         getattr(module, "conv", None), nn.Conv3d
-    )
-
-
-def _has_kernel(module: nn.Module) -> bool:
-    """True if ``module`` repeats borders in a kernel, or will once it is fused.
-
-    That is, a fusion that was registered with ``pads_quickly`` has changed it, or can change it.
-    """
-    return any(
-        fusion.claims(module) and (fusion.is_applied(module) or fusion.reason_to_skip(module) is None)
-        for fusion in _quick
     )

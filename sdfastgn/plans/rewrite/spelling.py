@@ -415,19 +415,28 @@ def _stairs(mask: Node) -> list[tuple[int, int]] | None:
     last, n = shape(mask)[-2:], mask
     while has(n, steps.cast, steps.reshape, steps.expand, aten._to_copy.default) and shape(n)[-2:] == last:
         n = n.args[0]
-    owner: Any = n.graph.owning_module
-    values = getattr(owner, str(n.target)) if n.op == "get_attr" else None
-    if values is None or values.shape != last or 0 in last or dtype(mask) not in (values.dtype, torch.bool):
+    if not has(n, aten.index_select.default) or n.args[1] != 0 or 0 in last:
+        return None
+    values, which = (_constant(a) for a in (n.args[0], n.args[2]))  # as ``trace/fills.py`` makes them
+    if values is None or which is None or dtype(mask) not in (values.dtype, torch.bool):
         return None
     is_seen = values if values.dtype is torch.bool else values == 0
     counts = is_seen.sum(-1)
     if not (is_seen | (values == -math.inf) if values.is_floating_point() else is_seen == values).all():
         return None
     is_first = torch.arange(last[1], device=values.device) < counts[:, None]
-    keys, rows = torch.unique_consecutive(counts, return_counts=True)
+    keys, rows = torch.unique_consecutive(counts[which], return_counts=True)
     if not torch.equal(is_seen, is_first) or keys.min() == 0 or len(rows) * _LEAST_ROWS > last[0]:
         return None
     return list(zip(rows.tolist(), keys.tolist(), strict=True))
+
+
+def _constant(n: Node) -> Any:
+    """The value of the constant ``n``, on the CPU. None if ``n`` is no constant, or computed from others."""
+    if has(n, aten._to_copy.default) and dtype(n) == dtype(n.args[0]):
+        n = n.args[0]
+    owner: Any = n.graph.owning_module
+    return getattr(owner, str(n.target)) if n.op == "get_attr" else None
 
 
 def _is_triangle(mask: Any) -> bool:

@@ -1,7 +1,8 @@
 """Numbers that a call writes into parts of a new tensor, such as a mask that a loop fills row by row.
 
-These writes wait until somebody reads the tensor. Then a few of them become nodes. Many of them become one
-constant, which is filled on the CPU: a mask of 7800 rows would be 58,000 nodes.
+These writes wait until somebody reads the tensor. Then a few of them become nodes. Many of them become a
+constant, which is filled on the CPU: a mask of 7800 rows would be 58,000 nodes. If most rows are equal, as in
+a mask of frames, the constant has each row once: such a mask of 48,000 rows would take 5 GB.
 """
 
 from __future__ import annotations
@@ -38,16 +39,48 @@ def is_new(base: TracedTensor) -> bool:
     return base.node.target in _NEW and base.memory is None
 
 
-def filled(made: fx.Node, fills: Sequence[Fill]) -> Tensor:
-    """The values on the CPU of the tensor of the node ``made``, after ``fills``."""
-    if math.prod(made.meta["shape"]) * made.meta["dtype"].itemsize > _MOST_MEMORY:
+def filled(made: fx.Node, fills: Sequence[Fill]) -> tuple[Tensor, Tensor | None]:
+    """The values on the CPU of the tensor of the node ``made``, after ``fills``: (rows, which).
+
+    Row i of the tensor is ``rows[which[i]]``. ``which`` None: ``rows`` is the tensor.
+    """
+    shape, which = made.meta["shape"], None
+    found = _different_rows(shape, fills)
+    if found is not None:
+        fills, which = found
+        shape = (max(which) + 1, *shape[1:])
+    if math.prod(shape) * made.meta["dtype"].itemsize > _MOST_MEMORY:
         refuse("the call fills more than 1 GB in many parts")
     options = {k: v for k, v in made.kwargs.items() if k != "pin_memory"}
     target: Any = made.target
-    y = target(*made.args, **{**options, "device": torch.device("cpu")})
+    rows = target(shape, *made.args[1:], **{**options, "device": torch.device("cpu")})
     for path, number in fills:
-        part = y
+        part = rows
         for step in path:
             part = step.op(part, *step.args, **step.kwargs)
         part.fill_(number)
-    return y
+    return rows, None if which is None else torch.tensor(which, device="cpu")
+
+
+def _different_rows(shape: Sequence[int], fills: Sequence[Fill]) -> tuple[list[Fill], list[int]] | None:
+    """The fills of rows that differ, and which of these each row of a tensor is.
+
+    None if more than half of the rows differ, or if some of ``fills`` write into several rows.
+    """
+    of_row: dict[int, list[Fill]] = {}
+    for fill in fills:
+        first = fill.path[0] if fill.path else None
+        if first is None or first.op is not aten.select.int or first.args[0] != 0:
+            return None
+        of_row.setdefault(first.args[1] % shape[0], []).append(fill)
+    found: dict[str, int] = {}
+    different, which = [], []
+    for row in range(shape[0]):
+        own = of_row.get(row, [])
+        # -0.0 and 0.0, or True and 1, are equal, but have other texts.
+        text = repr([([step[:3] for step in path[1:]], number) for path, number in own])
+        if text not in found:
+            at = found[text] = len(found)
+            different += [Fill((path[0]._replace(args=(0, at)), *path[1:]), number) for path, number in own]
+        which.append(found[text])
+    return (different, which) if 2 * len(found) <= shape[0] else None

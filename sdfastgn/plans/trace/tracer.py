@@ -512,10 +512,11 @@ class Tracer(TorchDispatchMode):
                 x = self.late(base, path) if path else base
                 self.write(aten.fill_.Scalar, (x, number), {})
             return
-        m = base.metadata
-        base.node = self.constant(filled(base.node, fills)).node
-        if m.device.type != "cpu":
-            base.node = self.emit(aten._to_copy.default, (base.node,), {"device": m.device}, m)
+        found, device = [self.constant(t) for t in filled(base.node, fills) if t is not None], base.device
+        if device.type != "cpu":
+            found = [self.plain(aten._to_copy.default, (t,), {"device": device}) for t in found]
+        rows, *which = found
+        base.node = (self.plain(aten.index_select.default, (rows, 0, *which), {}) if which else rows).node
 
     def copied(self, t: TracedTensor, source: Tensor) -> TracedTensor:
         """``source`` in the dtype and shape of ``t`` and on its device."""

@@ -6,10 +6,12 @@ import torch
 
 import sdfastgn
 from tests.patches import cases
-from tests.patches.fusions.autoencoders import flux2_autoencoder
+from tests.patches.samples import randomize
 from tests.patches.video_cases import (
     decode_of,
     encode_of,
+    is_no_less_exact,
+    is_restored_bit_by_bit,
     same,
 )
 
@@ -18,6 +20,21 @@ pytestmark = [
     pytest.mark.usefixtures("on_each_device", "without_gradients"),
     pytest.mark.skipif(not hasattr(diffusers, "AutoencoderKLFlux2"), reason="a diffusers before Flux2"),
 ]
+
+
+SIZES = {
+    "block_out_channels": (8, 16),
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "norm_num_groups": 4,
+    "sample_size": 8,  # of a tile
+}
+
+
+def flux2_autoencoder(**options):
+    return randomize(diffusers.AutoencoderKLFlux2(**{**SIZES, **options})).to(cases.WHERE["device"])
 
 
 def codes(*latents):
@@ -49,3 +66,14 @@ def test_tiles():
     models = cases.twins(stock)
     same(models, encode_of(pixels(18, 12)))
     cases.agree(decode_of(codes(9, 6))(models[0]), whole, 5e-5)
+
+
+def test_restored_bit_by_bit():
+    is_restored_bit_by_bit(flux2_autoencoder(), decode_of(codes(4, 6)), encode_of(pixels(8, 12)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_no_less_exact_than_stock(dtype):
+    models = [model.to(dtype) for model in cases.twins(flux2_autoencoder(), cuda_graphs=False)]
+    is_no_less_exact(models, (decode_of, codes(17, 23)), (encode_of, pixels(34, 46)))

@@ -390,7 +390,7 @@ class Doubled(nn.Module):
         return 2 * x
 
 
-@pytest.mark.parametrize("name", ["easyanimate_resnet_block"])
+@pytest.mark.parametrize("name", ["resnet_block"])
 def test_a_layer_in_the_place_of_a_dropout_is_called(name):
     build, call = samples.sample(name)
     models = cases.random_twins(build())

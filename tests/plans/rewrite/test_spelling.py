@@ -550,6 +550,13 @@ def test_other_masks_of_frames_stay(mask):
     assert step.args[3] is not None
 
 
+def test_a_mask_of_frames_needs_the_memory_of_a_row_for_each_frame(monkeypatch):
+    monkeypatch.setattr("sdfastgn.plans.trace.fills._MOST_MEMORY", 3 * 72 * 4)
+    x = torch.randn(1, 1, 72, 5)
+    plan = checked(lambda x: F.scaled_dot_product_attention(x, x, x, of_frames(x, 24)), x)
+    assert plan.steps == ["attention"] * 3 + ["cat"]
+
+
 def test_a_mask_with_a_hole_stays():
     def call(x):
         mask = of_frames(x, 24)

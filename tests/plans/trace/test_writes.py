@@ -214,15 +214,64 @@ def test_the_constant_has_values_for_a_model_without_weights():
         return x + y
 
     traced = trace(Net(call), call, torch.empty(72, 4, device="meta"))
-    (name,) = (n.target for n in traced.graph.graph.nodes if n.op == "get_attr" and n.users)
-    assert torch.equal(getattr(traced.graph, name), in_a_loop(None, None, MANY))
-    assert len(traced.graph.graph.nodes) < 12
+    rows, which = constants_of(traced)
+    assert torch.equal(rows[which], in_a_loop(None, None, MANY))
+    assert len(traced.graph.graph.nodes) < 14
+
+
+def constants_of(traced):
+    nodes = traced.graph.graph.nodes
+    return [getattr(traced.graph, n.target) for n in nodes if n.op == "get_attr" and n.users]
+
+
+def test_equal_rows_are_kept_once():
+    traced = check(lambda net, x: read_after(net, x, MANY))
+    rows, which = constants_of(traced)
+    # The loop writes into 70 of 72 rows. The last two are a kind of their own.
+    assert (rows.shape, which.tolist()) == ((6, 4), [i % 5 for i in range(MANY)] + [5, 5])
+
+
+def different(net, x):
+    y = torch.zeros(72, 4)
+    for i in range(MANY):
+        y[i, i % 4 :] = i
+    return y + x[0, 0]
+
+
+def several_at_once(net, x):
+    y = torch.zeros(72, 4)
+    for i in range(MANY):
+        y[i - 1 : i + 1, 2:] = 5
+    return y + x[0, 0]
+
+
+def in_columns(net, x):
+    y = torch.zeros(4, 72)
+    for i in range(MANY):
+        y[:, i] = i % 2
+    return y + x[0, 0]
+
+
+def from_the_end(net, x):
+    y = torch.zeros(72, 4)
+    for i in range(MANY):
+        y[-1 - i, : i % 3] = -0.0 if i % 2 else 0.0
+        y[i % 7] = 1
+    return y + x[0, 0], 1 / y
+
+
+@pytest.mark.parametrize(
+    ("call", "count"), [(different, 1), (several_at_once, 1), (in_columns, 1), (from_the_end, 2)]
+)
+def test_other_numbers_in_parts(call, count):
+    assert len(constants_of(check(call))) == count
 
 
 def test_a_tensor_that_is_too_large_to_be_filled(monkeypatch):
     monkeypatch.setattr("sdfastgn.plans.trace.fills._MOST_MEMORY", 1000)
     with pytest.raises(Untraceable, match="the call fills more than"):
-        check(lambda net, x: read_after(net, x, MANY))
+        check(different)
+    check(lambda net, x: read_after(net, x, MANY))  # whose six different rows take less
 
 
 def into_an_argument(net, x):
