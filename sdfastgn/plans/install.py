@@ -278,13 +278,9 @@ def install(
         set_mode(root, cuda_graphs)
     elif is_transformer:
         set_mode(root, False)
-    graphed_modules = set()
-    for _, module in outermost(root):
-        for graphed in GraphedForward.of(module):
-            graphed_modules.add(module)
-            maker = Maker(trusted, verifies, weights=weights) if is_on else None
-            _set_planner(module, graphed, maker, kind.blocks, is_required=is_transformer and module is root)
-    if not has_plans and not (can_have and not graphed_modules and _is_called_each_step(root)):
+    maker = Maker(trusted, verifies, weights=weights) if is_on else None
+    in_graphs = _set_planners(root, maker, kind.blocks, is_transformer)
+    if not has_plans and not (can_have and not in_graphs and _is_called_each_step(root)):
         remove(root)
         return
     for module in root.modules():  # also those that have plans because of a boundary
@@ -295,7 +291,7 @@ def install(
     for module in entrances(root):
         planned = _planned(module)
         # A plan would not run the graphs of the modules in it.
-        place = place_in(module) if graphed_modules.isdisjoint(module.modules()) else None
+        place = place_in(module) if in_graphs.isdisjoint(module.modules()) else None
         is_layer = is_adapted(module) or not any(True for _ in module.children())
         if planned is None and place in _PLACES and not is_layer:
             options = module, trusted, verifies, weights
@@ -306,6 +302,20 @@ def install(
             guard(module)
         if _planned(module) is not None and not takes_adapters(list(module.modules())):
             stop_checking([module])  # the ``PlannedForward`` compares the code
+
+
+def _set_planners(
+    root: nn.Module, maker: Maker | None, blocks: Iterable[patcher.Finding], is_transformer: bool
+) -> set[nn.Module]:
+    """Do ``_set_planner`` for all graphs in ``root``. Returns the modules that have no plans beside these."""
+    found: set[nn.Module] = set()
+    for _, module in outermost(root):
+        is_required = is_transformer and module is root
+        for graphed in GraphedForward.of(module):
+            # A graph would not compare plans of modules in it, where it is captured from the module's code.
+            found.update((module,) if is_required or graphed.method != "forward" else module.modules())
+            _set_planner(module, graphed, maker, blocks, is_required=is_required)
+    return found
 
 
 def _set_planner(

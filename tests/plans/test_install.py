@@ -86,6 +86,17 @@ def test_blocks_of_unets_of_videos_in_a_decoder():
         )
 
 
+@pytest.mark.parametrize(
+    "build", [lambda: next(c for c in CALLS if c.cls == "UNet1DModel").model()], ids=["unet_1d"]
+)
+def test_modules_in_a_model_with_graphs_have_no_plans(build):
+    """A graph of the model would not compare them."""
+    model = sdfastgn.optimize(build())
+    (graphed,) = GraphedForward.of(model)
+    assert graphed.planner.is_always
+    assert not [module for module in model.modules() if PlannedForward.of(module)]
+
+
 def test_the_report_leaves_out_children_that_were_not_called():
     model = sdfastgn.optimize(randomize(Convolutions()))
     assert "plans of" not in str(sdfastgn.report(model))
