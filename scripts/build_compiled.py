@@ -141,15 +141,16 @@ def _image_calls(model: str) -> Iterable[Any]:
             network, _ = component(config, part)
             vae = network if part == "vae" else component(config, "vae")[0]
             scale = 2 ** (len(vae.config.block_out_channels) - 1)
-            _optimize(network.eval())
+            calls = []
             for height, width in IMAGES[model]:
                 shape = config.batch, vae.config.latent_channels, height // scale, width // scale
                 latents = torch.empty(shape, dtype=config.torch_dtype, device="meta")
                 if part == "vae":
-                    yield lambda latents=latents, network=network: network.decode(latents)
+                    calls.append(functools.partial(network.decode, latents))
                 else:
                     inputs = {**step_inputs(config, network, scale), "sample": latents}
-                    yield lambda inputs=inputs, network=network: network(**inputs)
+                    calls.append(functools.partial(network, **inputs))
+            yield from calls_of(network.eval(), calls)
 
 
 def _video_calls(model: str) -> Iterable[Any]:
@@ -158,14 +159,20 @@ def _video_calls(model: str) -> Iterable[Any]:
     size: dict[str, Any] = {"frames": network.frames, "width": network.width}
     config = BenchConfig(model, "vae", network.height, network.batch, network.dtype, "meta", 1, **size)
     workload = build_video(config)
-    if not gets_plans(workload.target):
-        _optimize(workload.target)
-        yield workload.call
+    return calls_of(workload.target, [workload.call])
+
+
+def calls_of(network: Any, calls: Sequence[Any]) -> Iterable[Any]:
+    """``calls`` of ``network`` as ``optimize`` runs them: with fused blocks, or as plans."""
+    if not gets_plans(network):
+        _optimize(network)
+        yield from calls
         return
     kind = "hopper" if gpu.META_CAPABILITY.get() == capability("sm_90") else "other"
-    for each in plans_of(workload.target, workload.call, kind):
+    for each in plans_of(network, lambda: [call() for call in calls], kind):
         if each.plan is None:
-            raise ValueError(f"build_compiled: {model}: a call of {each.path!r} has no plan: {each.reason}")
+            name = type(network).__name__
+            raise ValueError(f"build_compiled: {name}: a call of {each.path!r} has no plan: {each.reason}")
         metas = [node.meta for node in each.plan.given[1]]
         inputs = [torch.empty(meta["shape"], dtype=meta["dtype"], device="meta") for meta in metas]
         yield functools.partial(each.plan.run, inputs)
