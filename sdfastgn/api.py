@@ -98,7 +98,7 @@ def optimize(
         merge_adapters: True runs layers with LoRA adapters with a copy of merged weights (docs/lora.md).
         exact_tiling: True computes the same image in tiles as without, where possible (docs/memory.md).
         precision: ``"fp8"`` computes most matrix products of transformers in E4M3 (docs/fp8.md).
-        plans: True runs models without fused blocks as plans, made from a trace (docs/plans.md).
+        plans: True runs autoencoders, transformers and others as plans, made from a trace (docs/plans.md).
         trust: names of packages whose code may keep state in calls that become plans (docs/plans.md).
 
     Returns:

@@ -36,8 +36,11 @@ from sdfastgn.plans.rewrite.e4m3 import FEWEST_COLUMNS
 
 # Fusions of layers that occur in models of all kinds. Any other fusion is one of blocks.
 _OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention", "conv_norm_out")
-# Fusions of blocks of UNets of videos. In models that are no UNets, plans are as fast.
-_OF_UNETS = ("temporal_resnet_block", "spatio_temporal_res_block")
+# Fusions of parts that encoders, decoders and UNets have. Encoders and decoders are as fast by plans.
+_OUTSIDE_UNETS = (
+    *("conv_norm_out", "decoder_slices"),  # MoVQ's decoder has only the second one
+    *("temporal_resnet_block", "spatio_temporal_res_block"),
+)
 # Keys in the ``__dict__`` of a module under which a ``PlannedForward`` may be.
 _PLACES = ("forward", "_old_forward")
 # Smallest share of a model's weights that must be in convolutions of images and videos, or in linear layers
@@ -90,8 +93,7 @@ class Kind:
     """What plans can do for a model (``kind_of``).
 
     Attributes:
-        blocks: the findings about its fused blocks: all but those about layers that occur in models of all
-            kinds.
+        findings: what each fusion can do with a module in it.
         gains: True if kernels exist for its norms, and its fused blocks are not faster than plans.
         has_plans: True if it has plans now.
         is_transformer: True if most of its weights are in linear layers, and it takes the time of the noise,
@@ -101,7 +103,7 @@ class Kind:
         why_not: why it gets no plans, even if ``gains`` is True; else None.
     """
 
-    blocks: tuple[patcher.Finding, ...]
+    findings: tuple[patcher.Finding, ...]
     gains: bool
     has_plans: bool
     is_transformer: bool
@@ -116,16 +118,15 @@ class Kind:
 
 def kind_of(modules: Sequence[nn.Module], findings: Iterable[patcher.Finding]) -> Kind:
     """The ``Kind`` of a model. ``modules``: the model and all modules in it. ``findings``: those about it."""
-    blocks = tuple(finding for finding in findings if finding.fusion.name not in _OF_LAYERS)
+    findings = tuple(findings)
     is_transformer = _is_transformer(modules)
-    pays = fused_blocks_pay(modules, blocks) and not _is_outside_unets(modules[0], blocks)
-    gains = (is_transformer or is_convolutional(modules)) and not pays
+    gains = (is_transformer or is_convolutional(modules)) and not _is_faster_fused(modules, findings)
     has_plans = _has_plans(modules[0])
     inside = in_blocks(modules) if is_transformer else ()
     weights = _weights((m for m in modules if m in inside), (nn.Linear,)).values()
     in_rows = [weight for weight in weights if min(weight.shape) >= FEWEST_COLUMNS]
     return Kind(
-        blocks,
+        findings,
         gains,
         has_plans,
         is_transformer,
@@ -181,9 +182,16 @@ def _is_called_each_step(root: nn.Module) -> bool:
     return bool(numbers_of(root) and convolutions) and is_of_images
 
 
-def _is_outside_unets(root: nn.Module, blocks: Iterable[patcher.Finding]) -> bool:
-    """True if ``root`` has blocks of UNets of videos, and is no UNet, such as a decoder of videos."""
-    return not numbers_of(root) and any(finding.fusion.name in _OF_UNETS for finding in blocks)
+def _blocks(findings: Iterable[patcher.Finding]) -> list[patcher.Finding]:
+    return [finding for finding in findings if finding.fusion.name not in _OF_LAYERS]
+
+
+def _is_faster_fused(modules: Sequence[nn.Module], findings: Sequence[patcher.Finding]) -> bool:
+    """True if a model of ``modules`` is faster by its fused blocks. ``findings``: those about it."""
+    is_outside_unets = not _takes_time(modules[0]) and any(
+        finding.fusion.name in _OUTSIDE_UNETS for finding in findings
+    )
+    return not is_outside_unets and fused_blocks_pay(modules, _blocks(findings))
 
 
 def _has_most_weights(modules: Sequence[nn.Module], kinds: tuple[type[nn.Module], ...]) -> bool:
@@ -278,13 +286,9 @@ def install(
         set_mode(root, cuda_graphs)
     elif is_transformer:
         set_mode(root, False)
-    graphed_modules = set()
-    for _, module in outermost(root):
-        for graphed in GraphedForward.of(module):
-            graphed_modules.add(module)
-            maker = Maker(trusted, verifies, weights=weights) if is_on else None
-            _set_planner(module, graphed, maker, kind.blocks, is_required=is_transformer and module is root)
-    if not has_plans and not (can_have and not graphed_modules and _is_called_each_step(root)):
+    maker = Maker(trusted, verifies, weights=weights) if is_on else None
+    in_graphs = _set_planners(root, maker, kind, is_transformer)
+    if not has_plans and not (can_have and not in_graphs and _is_called_each_step(root)):
         remove(root)
         return
     for module in root.modules():  # also those that have plans because of a boundary
@@ -294,8 +298,8 @@ def install(
                 each.clear()
     for module in entrances(root):
         planned = _planned(module)
-        # A plan would not run the graphs of the modules in it.
-        place = place_in(module) if graphed_modules.isdisjoint(module.modules()) else None
+        # A plan would not run the graphs of modules in it.
+        place = place_in(module) if in_graphs.isdisjoint(module.modules()) else None
         is_layer = is_adapted(module) or not any(True for _ in module.children())
         if planned is None and place in _PLACES and not is_layer:
             options = module, trusted, verifies, weights
@@ -308,17 +312,29 @@ def install(
             stop_checking([module])  # the ``PlannedForward`` compares the code
 
 
+def _set_planners(root: nn.Module, maker: Maker | None, kind: Kind, is_transformer: bool) -> set[nn.Module]:
+    """Do ``_set_planner`` for all graphs in ``root``. Returns the modules that have no plans beside these."""
+    found: set[nn.Module] = set()
+    for _, module in outermost(root):
+        is_required = is_transformer and module is root
+        for graphed in GraphedForward.of(module):
+            # A graph would not compare plans of modules in it, where it is captured from the module's code.
+            found.update((module,) if is_required or graphed.method != "forward" else module.modules())
+            _set_planner(module, graphed, maker, kind, is_required=is_required)
+    return found
+
+
 def _set_planner(
     module: nn.Module,
     graphed: GraphedForward,
     maker: Maker | None,
-    blocks: Iterable[patcher.Finding],
+    kind: Kind,
     *,
     is_required: bool,
 ) -> None:
     """Let ``graphed`` run plans where ``module`` runs no fused blocks. ``maker``: None for no plans.
 
-    ``blocks``: the findings about fused blocks of its model.
+    ``kind``: the ``Kind`` of its model.
     """
     planner, modules = None, list(module.modules())
     # Another method than ``forward`` is a loop over frames that keeps state. The children that it calls have
@@ -328,10 +344,10 @@ def _set_planner(
         planner = Planner(maker, is_always=True, is_required=True)
     elif maker is not None and has_plans:
         own = set(modules)
-        inner = [finding for finding in blocks if finding.module in own]
-        is_planned = bool(inner) or is_convolutional(modules)
+        inner = [finding for finding in kind.findings if finding.module in own]
+        is_planned = bool(_blocks(inner)) or is_convolutional(modules)
         maker = replace(maker, is_captured=True)
-        planner = Planner(maker, is_planned and not fused_blocks_pay(modules, inner))
+        planner = Planner(maker, is_planned and not _is_faster_fused(modules, inner))
     if planner != graphed.planner:
         graphed.clear()
         graphed.set_planner(planner)

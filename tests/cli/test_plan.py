@@ -29,26 +29,29 @@ def what(step: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "title", "call"),
+    ("arguments", "title", "call", "gets_plans"),
     [
-        (["tiny"], "tiny unet, 64 x 64, batch 2, fp16", "UNet2DConditionModel, 1 call, trace"),
-        (["tiny_xl", "--batch", "3", "--dtype", "float32"], "batch 3, fp32", "UNet2DConditionModel"),
+        (["tiny"], "tiny unet, 64 x 64, batch 2, fp16", "UNet2DConditionModel, 1 call, trace", False),
+        (["tiny_xl", "--batch", "3", "--dtype", "float32"], "batch 3, fp32", "UNet2DConditionModel", False),
         (
             ["tiny_xl", "--part", "vae", "--size", "128"],
             "vae, 128 x 128, batch 1",
             "decoder: Decoder, 1 call",
+            True,
         ),
     ],
     ids=["unet", "options", "vae"],
 )
-def test_steps_totals_and_seconds(arguments: list[str], title: str, call: str, tmp_path: Path) -> None:
+def test_steps_totals_and_seconds(
+    arguments: list[str], title: str, call: str, gets_plans: bool, tmp_path: Path
+) -> None:
     text, content = planned(tmp_path / "plan.json", *arguments)
     lines = text.splitlines()
     assert title in lines[0]
     assert lines[0].startswith(arguments[0])
     assert call in text
-    assert "optimize gives this model no plans" in " ".join(lines)
-    assert not content["gets_plans"]
+    assert ("optimize gives this model no plans" in " ".join(lines)) != gets_plans
+    assert content["gets_plans"] == gets_plans
     (found,) = content["calls"]
     # One line a step, which is never broken, then the totals.
     start = next(i for i, line in enumerate(lines) if line.startswith("name "))

@@ -18,7 +18,7 @@ from sdfastgn.plans import forward
 from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.install import gets_plans
 from tests.patches.cases import agree, noise
-from tests.patches.samples import randomize, unet
+from tests.patches.samples import randomize, unet, vae
 from tests.plans.models import CALLS
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
@@ -84,6 +84,56 @@ def test_blocks_of_unets_of_videos_in_a_decoder():
         assert not gets_plans(
             diffusers.UNetSpatioTemporalConditionModel(**sizes, **blocks, num_attention_heads=(2, 4))
         )
+
+
+OF_IMAGES = [
+    call
+    for call in CALLS
+    if call.cls in ("AutoencoderKL", "AutoencoderKLFlux2", "AsymmetricAutoencoderKL", "VQModel")
+    and call.method in ("encode", "decode")
+]
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("mode", ["auto", False])
+@pytest.mark.parametrize("call", [pytest.param(call, id=call.name) for call in OF_IMAGES])
+def test_autoencoders_of_images(call, mode):
+    model, stock = (call.model() for _ in range(2))
+    part = f"{call.method}r"
+    sdfastgn.optimize(model, cuda_graphs=mode)
+    for seed in range(2):
+        inputs = call.drawn(seed)
+        agree(*(call.run(each, **inputs)[0] for each in (model, stock)), 5e-5)
+    found = {p.path: p for p in sdfastgn.report(model).plans if p.calls or p.own}
+    assert {path: (p.plans, p.calls, p.own) for path, p in found.items() if path != "quantize"} == {
+        part: (1, 2, {})
+    }
+    norms = [m for m in getattr(stock, part).modules() if isinstance(m, nn.GroupNorm)]
+    is_spatial = call.settings.get("norm_type") == "spatial"
+    assert found[part].steps["modulated_norm" if is_spatial else "group_norm"] == len(norms)
+    sdfastgn.optimize(model, cuda_graphs=mode, plans=False)
+    assert not any(p.is_on for p in sdfastgn.report(model).plans)
+
+
+def test_a_unet_beside_an_autoencoder_keeps_its_fused_blocks():
+    models = nn.ModuleList([randomize(unet()), randomize(vae())])
+    one, other = sdfastgn.optimize(models)
+    one(noise(2, 4, 4, 4), 10, noise(2, 3, 12))
+    other.decode(noise(1, 4, 4, 4))
+    assert {p.path for p in sdfastgn.report(models).plans if p.calls} == {"1.decoder"}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [lambda: vae().decoder, lambda: next(c for c in CALLS if c.cls == "UNet1DModel").model()],
+    ids=["decoder", "unet_1d"],
+)
+def test_modules_in_a_model_with_graphs_have_no_plans(build):
+    """A graph of the model would not compare them."""
+    model = sdfastgn.optimize(build())
+    (graphed,) = GraphedForward.of(model)
+    assert graphed.planner.is_always
+    assert not [module for module in model.modules() if PlannedForward.of(module)]
 
 
 def test_the_report_leaves_out_children_that_were_not_called():

@@ -6,9 +6,11 @@ import pickle
 import pytest
 import torch
 from diffusers import AutoencoderKL
+from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 
 import sdfastgn
+from sdfastgn.models.architectures import build_unet, unet_inputs
 from sdfastgn.patches.fusions import conv_norm_out, tiled_decode
 from sdfastgn.patches.swap import fusion
 from sdfastgn.patches.swap.tested_sources import Untested
@@ -175,17 +177,17 @@ def unknown_everywhere(monkeypatch):
         monkeypatch.setattr(where, "unknown_source", lambda *sources: Untested("it is not known"))
 
 
-def unknown_resnets(monkeypatch):
-    own = ResnetBlock2D.forward
+def unknown(monkeypatch, cls):
+    own = cls.forward
 
     def forward(self, *args, **kwargs):
         return own(self, *args, **kwargs)
 
-    monkeypatch.setattr(ResnetBlock2D, "forward", forward)
+    monkeypatch.setattr(cls, "forward", forward)
 
 
-def unknown_tiles(monkeypatch):
-    monkeypatch.setattr(tiled_decode, "unknown_source", lambda *sources: Untested("it is not known"))
+def unknown_resnets(monkeypatch):
+    unknown(monkeypatch, ResnetBlock2D)
 
 
 def autoencoder():
@@ -195,26 +197,41 @@ def autoencoder():
     return randomize(AutoencoderKL(**sizes, **blocks)).eval()
 
 
+def unet():
+    return build_unet("tiny", torch.float32, "cpu")
+
+
+def unknown_blocks(monkeypatch):
+    unknown(monkeypatch, BasicTransformerBlock)
+
+
+@torch.no_grad()
+def sample(model):
+    if isinstance(model, AutoencoderKL):
+        return model.decode(noise(1, 4, 6, 6)).sample
+    return model(**unet_inputs("tiny", size=64, batch=1, dtype=torch.float32, device="cpu", seed=0)).sample
+
+
 @pytest.mark.parametrize("change", [unknown_everywhere, unknown_resnets])
-def test_a_release_that_was_never_tested(monkeypatch, change):
-    stock = autoencoder()
+@pytest.mark.parametrize("build", [autoencoder, unet])
+def test_a_release_that_was_never_tested(monkeypatch, change, build):
+    stock = build()
     model = copy.deepcopy(stock)
     change(monkeypatch)
     monkeypatch.setattr("sdfastgn.api.noted", set())  # it warns once in a process
     with pytest.warns(UserWarning, match="was not tested with"):
         sdfastgn.optimize(model)
-    z = noise(1, 4, 6, 6)
-    with torch.no_grad():
-        for _ in range(3):
-            agree(model.decode(z).sample, stock.decode(z).sample)
-    assert planned(model.decoder).calls == 3
+    for _ in range(3):
+        agree(sample(model), sample(stock))
+    assert planned(getattr(model, "decoder", model)).calls == 3
     assert "would run as plans" not in str(sdfastgn.report(model))
     sdfastgn.restore(model)
     assert not any(isinstance(vars(m).get("forward"), PlannedForward) for m in model.modules())
 
 
-def test_unknown_code_without_convolutions_of_its_own_leaves_the_fused_blocks(monkeypatch):
-    model = autoencoder()
-    unknown_tiles(monkeypatch)
-    assert sdfastgn.report(model).skipped  # the whole autoencoder, for its tiled decode
-    assert not install.gets_plans(model)
+@pytest.mark.parametrize("change", [unknown_resnets, unknown_blocks])
+def test_unknown_code_without_convolutions_of_its_own_leaves_the_fused_blocks(monkeypatch, change):
+    model = unet()
+    change(monkeypatch)
+    assert sdfastgn.report(model).skipped
+    assert install.gets_plans(model) == (change is unknown_resnets)

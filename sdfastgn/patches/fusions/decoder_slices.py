@@ -4,6 +4,9 @@ Every convolution and norm treats each image separately, so slices give the same
 pixels already keeps a GPU busy: an H200 takes as long for it as for four images of 512^2 one by one
 (``docs/benchmarks.md``). So decoding more images together saves no time, but each of them needs memory for
 activations of 256 channels at full resolution. In a CUDA graph all slices use the same memory in turn.
+
+Plans have slices of their own (``plans/rewrite/slices.py``). This fusion is for calls that cannot be plans,
+for instance because of a hook, and for ``optimize(..., plans=False)``.
 """
 
 from __future__ import annotations

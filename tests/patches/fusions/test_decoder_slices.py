@@ -1,4 +1,4 @@
-"""A VAE's decoder decodes a large batch in slices: the same images, in bounded memory."""
+"""A VAE decodes a large batch in slices, by fused blocks and by plans: the same images, in bounded memory."""
 
 import copy
 import warnings
@@ -11,6 +11,8 @@ import sdfastgn
 from sdfastgn.models.architectures import build_vae
 from sdfastgn.patches.fusions import conv_norm_out, decoder_slices
 from tests.patches import cases
+from tests.patches.cases import noise
+from tests.plans.engine import forward_of, slices_pay
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -42,17 +44,29 @@ def slices_of(vae, call):
         pytest.param(1, 1, [1], id="one"),
     ],
 )
-def test_slices_give_the_same_images(stock, monkeypatch, batch, pixels, expected):
+@pytest.mark.parametrize("plans", [True, False], ids=["plans", "blocks"])
+def test_slices_give_the_same_images(stock, monkeypatch, batch, pixels, expected, plans):
+    """The hook of ``slices_of`` keeps plans from running."""
     monkeypatch.setattr(decoder_slices, "MOST_PIXELS", pixels)
     last = MagicMock(side_effect=conv_norm_out.group_norm)
     monkeypatch.setattr(conv_norm_out, "group_norm", last)
-    vae, z = sdfastgn.optimize(copy.deepcopy(stock)), latents(batch)
+    vae, z = sdfastgn.optimize(copy.deepcopy(stock), plans=plans), latents(batch)
     with torch.no_grad():
         before = stock.decode(z).sample
         assert slices_of(vae, lambda: cases.agree(vae.decode(z).sample, before, 1e-4)) == expected
         assert last.call_count == len(expected)  # the norm and activation at the end are one in every slice
         assert slices_of(stock, lambda: stock.decode(z)) == [batch]
         assert torch.equal(sdfastgn.restore(vae).decode(z).sample, before)
+
+
+def test_plans_run_in_slices(stock, monkeypatch):
+    slices_pay(monkeypatch)
+    vae, z, x = sdfastgn.optimize(copy.deepcopy(stock)), latents(3), noise(3, 3, 16, 16)
+    with torch.no_grad():
+        cases.agree(vae.decode(z).sample, stock.decode(z).sample, 1e-4)
+        cases.agree(vae.encode(x).latent_dist.mean, stock.encode(x).latent_dist.mean, 1e-4)
+    found = [forward_of(part).plans for part in (vae.decoder, vae.encoder)]
+    assert [plan.slices.number for (plan,) in found] == [3, 3]
 
 
 def test_training_and_tracing_take_the_batch_as_it_is(stock, monkeypatch):
@@ -85,8 +99,9 @@ def test_without_kernels_the_batch_stays_whole(stock, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_memory_of_a_decoder_does_not_grow_with_the_batch():
-    vae = sdfastgn.optimize(build_vae("sd15", torch.float16, "cuda"))
+@pytest.mark.parametrize("plans", [True, False], ids=["plans", "blocks"])
+def test_memory_of_a_decoder_does_not_grow_with_the_batch(plans):
+    vae = sdfastgn.optimize(build_vae("sd15", torch.float16, "cuda"), plans=plans)
     most = []
     for batch in (4, 16):
         z = torch.randn(batch, 4, 64, 64, device="cuda", dtype=torch.float16)

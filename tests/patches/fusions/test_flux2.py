@@ -46,16 +46,21 @@ def pixels(*size):
 
 
 # FLUX.2's small decoder has fewer channels than its encoder.
+@pytest.mark.parametrize("plans", [True, False], ids=["plans", "blocks"])
 @pytest.mark.parametrize("options", [{}, {"decoder_block_out_channels": (12, 8)}], ids=str)
-def test_decode_and_encode(options, monkeypatch):
-    models = cases.twins(flux2_autoencoder(**options))
+def test_decode_and_encode(options, plans, monkeypatch):
+    models = cases.twins(flux2_autoencoder(**options), plans=plans)
     assert not sdfastgn.report(models[0]).skipped
     calls = decode_of(codes(4, 6)), encode_of(pixels(8, 12))
     expected = [call(models[1]) for call in calls]
     # No activation may run in a pass of its own.
-    monkeypatch.setattr(torch.nn.SiLU, "forward", None)
+    if not plans:
+        monkeypatch.setattr(torch.nn.SiLU, "forward", None)
     for call, want in zip(calls, expected, strict=True):
         cases.agree(call(models[0]), want, 5e-5)
+    found = [p for p in sdfastgn.report(models[0]).plans if p.calls or p.own]
+    assert [p.calls for p in found] == [1, 1] * plans
+    assert not any("silu" in step for p in found for step in p.steps)
 
 
 def test_tiles():

@@ -15,6 +15,7 @@ from sdfastgn.models.architectures import build_vae
 from sdfastgn.patches.graphs import forward
 from sdfastgn.patches.graphs import watch as graph_state
 from sdfastgn.patches.graphs.factors import Factors
+from sdfastgn.plans import install as planning
 from tests.patches.graphs.cases import (
     CHANGES,
     DEVICES,
@@ -351,12 +352,14 @@ def test_the_end_of_a_reason_is_seen(spoil, mend, reason):
     assert (state(unet).captured, state(unet).replays) == (1, 2)
 
 
-def test_an_autoencoder_cast_up_and_down_leaves_the_unet_alone():
+@pytest.mark.parametrize("plans", [True, False], ids=["plans", "blocks"])
+def test_an_autoencoder_cast_up_and_down_leaves_the_unet_alone(plans):
     """SDXL's autoencoder is cast so in each image: its weights are new tensors at each call."""
     unet, _, inputs = make()
     vae = build_vae("tiny", torch.float32, "cpu")
     stock = copy.deepcopy(vae)
     optimized(vae)
+    planning.install(vae, plans)
     latents = torch.randn(1, 4, 4, 4)
     for _ in range(12):
         for model in (vae, stock):
@@ -367,6 +370,8 @@ def test_an_autoencoder_cast_up_and_down_leaves_the_unet_alone():
     decoder = next(g for g in sdfastgn.report(vae).graphs if g.kind == "Decoder")
     assert decoder.captured == 0
     assert decoder.eager == {"first call of its kind": 12}
+    found = [(p.path, p.traces, p.calls) for p in sdfastgn.report(vae).plans if p.is_on]
+    assert found == [("decoder", 1, 12 + 1)] * plans  # one more call found the kernels to compile
     assert (state(unet).captured, state(unet).replays) == (1, 11)
 
 
