@@ -194,7 +194,7 @@ def _image_calls(model: str) -> Iterator[Any]:
                 else:
                     inputs = {**step_inputs(config, network, scale), "sample": latents}
                     calls.append(functools.partial(network, **inputs))
-            yield from _as_optimized(network, calls)
+            yield from as_optimized(network, calls)
 
 
 def _video_calls(model: str) -> Iterator[Any]:
@@ -203,10 +203,10 @@ def _video_calls(model: str) -> Iterator[Any]:
     size: dict[str, Any] = {"frames": network.frames, "width": network.width}
     config = BenchConfig(model, "vae", network.height, network.batch, network.dtype, "meta", 1, **size)
     workload = build_video(config)
-    yield from _as_optimized(workload.target, [workload.call])
+    yield from as_optimized(workload.target, [workload.call])
 
 
-def _as_optimized(network: Any, calls: Sequence[Any]) -> Iterator[Any]:
+def as_optimized(network: Any, calls: Sequence[Any]) -> Iterator[Any]:
     """What ``calls`` of ``network`` run after ``optimize``: their plans, or the calls with fused blocks."""
     _optimize(network)
     if not gets_plans(network):

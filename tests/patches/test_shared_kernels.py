@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from scripts.build_compiled import calls_of
+from scripts.build_compiled import as_optimized
 from sdfastgn.kernels.attention import wide_heads_kernels
 from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.launch import Launch
@@ -63,7 +63,7 @@ def kernels_of(noted, model, part, size, batch):
         latents = architectures.vae_latents(model, size=size, batch=batch, seed=0, **HALF)
         call = partial(network.decode, latents)
     with torch.no_grad():
-        for each in calls_of(network, [call]):
+        for each in as_optimized(network, [call]):
             each()
     return {
         (
