@@ -23,17 +23,21 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sdfastgn
 from sdfastgn.bench.workload import BenchConfig, build_video, component, step_inputs
 from sdfastgn.kernels.common import archive, dispatch, gpu
 from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.common.layout import laid_out
 from sdfastgn.kernels.common.observers import observed_by
+from sdfastgn.kernels.product import packed
 from sdfastgn.models.configurations import VIDEO_NETWORKS
 from sdfastgn.plans.install import gets_plans
 from sdfastgn.plans.preview import plans_of
@@ -81,6 +85,20 @@ class CompilerDriver:
         return 0
 
 
+class ConvolutionLayouts(TorchDispatchMode):
+    """Gives the results of convolutions on the device meta the layout that a GPU's would have.
+
+    It is channels-last if x or the weight is. PyTorch's kernel for meta always returns channels-first.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten.convolution.default or y.dim() < 4:
+            return y
+        is_last = any(t.stride(1) == 1 < t.stride(-1) for t in args[:2])  # also of a part of the channels
+        return laid_out(y, is_last)
+
+
 class Job(NamedTuple):
     """What one process compiles: the kernels of a model for a GPU."""
 
@@ -104,10 +122,8 @@ def compiled(job: Job) -> dict[str, archive.Kernel]:
     from sdfastgn.kernels.common.nothing import nothing
 
     gpu.META_CAPABILITY.set(capability(job.generation))
-    vars(gpu)["num_sms"] = lambda device: job.multiprocessors
-    vars(dispatch)["is_supported"] = lambda x: x.dtype in dispatch.KERNEL_DTYPES
-    has_autocast = torch.is_autocast_enabled  # which raises an error for the device meta
-    vars(torch)["is_autocast_enabled"] = lambda *kind: kind != ("meta",) and has_autocast(*kind)
+    for module, name, value in stand_ins(job.multiprocessors):
+        vars(module)[name] = value
     found = launches(job.model)
     triton.runtime.driver.set_active(CompilerDriver(job.generation))
     with archive.recording() as recorded:
@@ -115,6 +131,33 @@ def compiled(job: Job) -> dict[str, archive.Kernel]:
         for launch, dtypes in found:
             launch.kernel.warmup(*dtypes, *launch.numbers, grid=(1,), **launch.constants, **launch.options)
     return recorded
+
+
+def stand_ins(multiprocessors: int) -> list[tuple[Any, str, Any]]:
+    """(module, name, value): what must be replaced for the device meta to stand for a GPU."""
+    has_autocast = torch.is_autocast_enabled  # which raises an error for the device meta
+
+    def move(parts: Sequence[torch.Tensor]) -> torch.UntypedStorage:
+        size = sum(part.nbytes for part in parts)
+        allocation = torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
+        for part in parts:
+            part.data = part.new_empty(0).set_(allocation, 0, part.shape, part.stride())
+        return allocation
+
+    def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        rows, columns = sum(map(len, parts)), parts[0].shape[1:]
+        memories = {StorageWeakRef(part.untyped_storage()).cdata for part in parts}
+        return parts[0].new_empty((rows, *columns)) if len(memories) == 1 else None
+
+    return [
+        (gpu, "num_sms", lambda device: multiprocessors),
+        (dispatch, "is_supported", lambda x: x.dtype in dispatch.KERNEL_DTYPES),
+        (torch, "is_autocast_enabled", lambda *kind: kind != ("meta",) and has_autocast(*kind)),
+        (packed, "PACKED_DEVICES", ("meta",)),
+        (packed, "_move", move),  # on meta all addresses are 0
+        (packed, "joined", joined),
+        (packed, "span", lambda allocation, parts: joined(parts)),
+    ]
 
 
 def launches(model: str) -> list[tuple[Launch, tuple[torch.dtype | None, ...]]]:
@@ -127,45 +170,52 @@ def launches(model: str) -> list[tuple[Launch, tuple[torch.dtype | None, ...]]]:
         found.setdefault(key, (launch, dtypes))
 
     calls = _video_calls(model) if model in VIDEOS else _image_calls(model)
-    with torch.no_grad(), observed_by(write_down):
+    with torch.no_grad():
         for call in calls:
-            call()
+            with observed_by(write_down), ConvolutionLayouts():
+                call()
     return list(found.values())
 
 
-def _image_calls(model: str) -> Iterable[Any]:
-    """Steps with guidance of an optimized UNet, and decodes of its VAE, in fp16; SDXL's VAE also in fp32."""
+def _image_calls(model: str) -> Iterator[Any]:
+    """Steps with guidance of a UNet, and decodes of its VAE, in fp16; SDXL's VAE also in fp32."""
     for part in ("unet", "vae"):
         for dtype in ("fp16", "fp32") if (model, part) == ("sdxl", "vae") else ("fp16",):
             config = BenchConfig(model, part, 64, 2 if part == "unet" else 1, dtype, "meta", 1)
-            network, _ = component(config, part)
-            vae = network if part == "vae" else component(config, "vae")[0]
-            scale = 2 ** (len(vae.config.block_out_channels) - 1)
-            _optimize(network.eval())
+            network, scale = component(config, part)
+            network.eval()
+            channels = component(config, "vae")[0].config.latent_channels
+            calls = []
             for height, width in IMAGES[model]:
-                shape = config.batch, vae.config.latent_channels, height // scale, width // scale
+                shape = config.batch, channels, height // scale, width // scale
                 latents = torch.empty(shape, dtype=config.torch_dtype, device="meta")
                 if part == "vae":
-                    yield lambda latents=latents, network=network: network.decode(latents)
+                    calls.append(functools.partial(network.decode, latents))
                 else:
                     inputs = {**step_inputs(config, network, scale), "sample": latents}
-                    yield lambda inputs=inputs, network=network: network(**inputs)
+                    calls.append(functools.partial(network, **inputs))
+            yield from _as_optimized(network, calls)
 
 
-def _video_calls(model: str) -> Iterable[Any]:
+def _video_calls(model: str) -> Iterator[Any]:
     """A decode of an autoencoder of video, in its own dtype and at the size of the benchmarks."""
     network = VIDEO_NETWORKS[model]["vae"]
     size: dict[str, Any] = {"frames": network.frames, "width": network.width}
     config = BenchConfig(model, "vae", network.height, network.batch, network.dtype, "meta", 1, **size)
     workload = build_video(config)
-    if not gets_plans(workload.target):
-        _optimize(workload.target)
-        yield workload.call
+    yield from _as_optimized(workload.target, [workload.call])
+
+
+def _as_optimized(network: Any, calls: Sequence[Any]) -> Iterator[Any]:
+    """What ``calls`` of ``network`` run after ``optimize``: their plans, or the calls with fused blocks."""
+    _optimize(network)
+    if not gets_plans(network):
+        yield from calls
         return
     kind = "hopper" if gpu.META_CAPABILITY.get() == capability("sm_90") else "other"
-    for each in plans_of(workload.target, workload.call, kind):
+    for each in plans_of(network, lambda: [call() for call in calls], kind):
         if each.plan is None:
-            raise ValueError(f"build_compiled: {model}: a call of {each.path!r} has no plan: {each.reason}")
+            raise ValueError(f"build_compiled: a call of {each.path or each.kind} has no plan: {each.reason}")
         metas = [node.meta for node in each.plan.given[1]]
         inputs = [torch.empty(meta["shape"], dtype=meta["dtype"], device="meta") for meta in metas]
         yield functools.partial(each.plan.run, inputs)

@@ -8,14 +8,21 @@ import os
 import sys
 import zipfile
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import sdfastgn
 from scripts import build_compiled
 from sdfastgn.kernels.common import archive, dispatch, gpu
+from sdfastgn.kernels.common.launch import Launch
+from sdfastgn.kernels.product import packed
+from sdfastgn.model_inputs import unet_inputs
+from sdfastgn.models.architectures import build_unet, build_vae
 from tests.command_line import ROOT
 from tests.processes import process
 
@@ -31,40 +38,72 @@ TWO_KERNELS = (
 BUILD_WHEEL = "import sys, setuptools.build_meta as backend; backend.build_wheel(sys.argv[1])"
 
 
-@pytest.fixture
-def gpu_of_meta(monkeypatch):
-    """Kernels are launched on the device meta, as on an H200."""
+@contextmanager
+def meta_as_gpu():
+    """A context in which kernels are launched on the device meta, as on an H200."""
     token = gpu.META_CAPABILITY.set((9, 0))
-    enabled = torch.is_autocast_enabled
-    monkeypatch.setattr(dispatch, "is_supported", lambda x: x.dtype in dispatch.KERNEL_DTYPES)
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *kind: kind != ("meta",) and enabled(*kind))
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, value in build_compiled.stand_ins(132):
+            patch.setattr(module, name, value)
+        yield
     gpu.META_CAPABILITY.reset(token)
+
+
+@pytest.fixture
+def gpu_of_meta():
+    with meta_as_gpu():
+        yield
+
+
+def signature(launch: Launch, dtypes: tuple[torch.dtype | None, ...]) -> str:
+    """All that decides a compiled kernel."""
+    return f"{launch.kernel.fn.__name__} {dtypes} {launch.constants} {launch.options}"
 
 
 def test_the_kernels_of_a_model_are_found_once_each(gpu_of_meta) -> None:
     found = build_compiled.launches("tiny")
-    keys = [
-        (id(launch.kernel), dtypes, *launch.constants.values(), *launch.options.items())
-        for launch, dtypes in found
-    ]
-    assert len(set(keys)) == len(keys)
+    signatures = [signature(*each) for each in found]
+    assert len(set(signatures)) == len(signatures)
     names = Counter(launch.kernel.fn.__name__ for launch, _ in found)
-    # Of norms, time embeddings and feed-forward; attention with so few channels is PyTorch's.
-    assert names.keys() >= {"small_kernel", "_rows_kernel", "_act_linear_kernel", "_statistics_kernel"}
-    assert names.keys() >= {"_geglu_kernel", "apply_kernel"}
+    # Of norms, time embeddings, feed-forward and upsampling.
+    assert names.keys() >= {"small_kernel", "_rows_kernel", "_statistics_kernel"}
+    assert names.keys() >= {"_act_linear_kernel", "_geglu_kernel", "_upsample_kernel"}
     assert not build_compiled.launches("tiny")[0][0].direct()
 
 
 @pytest.mark.parametrize(
     ("model", "names"),
     [
-        ("qwen_image", {"_channel_norm_kernel", "_frames_kernel", "_softmax_kernel"}),  # by plans
-        ("svd", {"apply_kernel", "_statistics_kernel", "_softmax_kernel"}),  # by fused blocks
+        ("qwen_image", {"_channel_norm_kernel", "_frames_kernel", "_softmax_kernel"}),
+        ("svd", {"apply_kernel", "_statistics_kernel", "_softmax_kernel"}),
     ],
 )
 def test_the_kernels_of_a_decoder_are_found(model: str, names: set[str], gpu_of_meta) -> None:
     assert {launch.kernel.fn.__name__ for launch, _ in build_compiled.launches(model)} >= names
+
+
+def test_keys_and_values_of_a_prompt_are_packed_as_on_a_gpu(gpu_of_meta, monkeypatch) -> None:
+    monkeypatch.setitem(build_compiled.IMAGES, "sd15", ((128, 128),))
+    found = [launch.constants for launch, _ in build_compiled.launches("sd15")]
+    rows = {(each["Q_L"], each["K_L"], each["V_L"]) for each in found if "K_L" in each}
+    assert rows == {(channels, 2 * channels, 2 * channels) for channels in (320, 640, 1280)}
+
+
+def test_the_kernels_are_those_that_calls_with_memory_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, convolutions on the CPU choose layouts, and weights have addresses and are packed."""
+    with meta_as_gpu():
+        expected = {signature(*each) for each in build_compiled.launches("tiny")}
+    launched = set()
+
+    def launch(self: Launch, stream: int, *tensors: torch.Tensor | None) -> None:
+        launched.add(signature(self, tuple(None if t is None else t.dtype for t in tensors)))
+
+    monkeypatch.setattr(Launch, "__call__", launch)
+    monkeypatch.setattr(gpu, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(dispatch, "is_supported", lambda x: x.dtype in dispatch.KERNEL_DTYPES)
+    monkeypatch.setattr(packed, "PACKED_DEVICES", ("cpu",))
+    call_tiny("cpu")
+    assert launched == expected
 
 
 @pytest.mark.slow
@@ -96,24 +135,33 @@ def test_the_file_of_a_generation_is_that_of_its_capability(generation: str) -> 
     assert archive.file_name(build_compiled.capability(generation)).startswith(f"{generation}-triton-")
 
 
+def call_tiny(device: str, calls: int = 1) -> nn.Module:
+    """Optimize the smallest UNet and VAE, and call them. Returns the UNet."""
+    where: Any = {"dtype": torch.float16, "device": device}
+    unet, vae = build_unet("tiny", **where), build_vae("tiny", **where)
+    inputs = unet_inputs(unet.config, size=64, batch=2, scale=8, seed=0, **where)
+    with torch.no_grad():
+        for model in (unet, vae):
+            sdfastgn.optimize(model)
+        for _ in range(calls):
+            unet(**inputs)
+            vae.decode(torch.randn(1, 4, 8, 8, **where))
+    return unet
+
+
 # What a process with an empty cache compiles while the package has a model's kernels.
 COMPILES = """
 import json, torch, triton, sdfastgn
 from sdfastgn.kernels.common import archive
-from sdfastgn.models.architectures import build_unet, build_vae
-from sdfastgn.model_inputs import unet_inputs
-where = {"dtype": torch.float16, "device": "cuda"}
-unet, vae = build_unet("tiny", **where), build_vae("tiny", **where)
-inputs = unet_inputs(unet.config, size=64, batch=2, scale=8, seed=0, **where)
+from tests.scripts.test_build_compiled import call_tiny
 misses = []
-triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: cache_hit or misses.append(src.name)
-with torch.no_grad():
-    for model in (unet, vae):
-        sdfastgn.optimize(model)
-    for _ in range(3):
-        unet(**inputs)
-        vae.decode(torch.randn(1, 4, 8, 8, **where))
-print(json.dumps([misses, archive.state(torch.device("cuda", 0)), str(sdfastgn.report(unet).backend)]))
+def compiled(*, src, cache_hit, **_):
+    constants = {src.fn.arg_names[path[0]]: value for path, value in src.constants.items()}
+    pointers = [kind for kind in src.signature.values() if kind.startswith("*")]
+    cache_hit or misses.append(f"{src.name} {pointers} {constants}")
+triton.knobs.compilation.listener = compiled
+backend = str(sdfastgn.report(call_tiny("cuda", 3)).backend)
+print(json.dumps([misses, archive.state(torch.device("cuda", 0)), backend]))
 """
 
 
@@ -131,6 +179,6 @@ def test_nothing_is_left_to_compile(tmp_path: Path) -> None:
     done = process(sys.executable, "-c", COMPILES, **paths)
     assert done.returncode == 0, done.stderr
     misses, state, backend = json.loads(done.stdout)
-    assert misses == []
-    assert state.startswith("compiled kernels from sdfastgn_compiled: ")
+    assert str(state).startswith("compiled kernels from sdfastgn_compiled: ")
     assert state in backend
+    assert not misses, f"{len(misses)} kernels were compiled:\n" + "\n".join(misses)
