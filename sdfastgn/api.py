@@ -436,8 +436,6 @@ def _set_options(every: Iterable[FoundModel], options: Options) -> None:
         patcher.leave_out(root, options.left_out)
         has_rows = bool(_in_rows(was, options))
         fp8_option.set_precision(root, options.precision, has_rows=has_rows)
-        # Graphs may take the place of plans.
-        former = planning.take_off(root) if was.is_graphable and was.trusted is not None else ()
         graphs.install(root, options.cuda_graphs)
         planning.install(
             root,
@@ -445,7 +443,6 @@ def _set_options(every: Iterable[FoundModel], options: Options) -> None:
             frozenset(options.trust),
             options.cuda_graphs,
             verifies=options.verify,
-            former=former,
             kind=was.kind,
         )
 
