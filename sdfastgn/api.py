@@ -358,11 +358,7 @@ def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
     When the context begins, the models' GPUs have finished all their work.
     """
     roots = list(roots)
-    # This avoids a deadlock. A call of a model with graphs holds the lock of its device, and a change needs
-    # this lock too. If a call took the lock and then waited at an inner module for the end of the change, the
-    # call and the change would wait for each other. So calls of models with graphs that contain a module of
-    # ``roots`` are also made to wait, and they wait before they take the lock.
-    with one_at_a_time, undisturbed(call, [*roots, *graphs.sharing(roots)]):
+    with one_at_a_time, undisturbed(call, roots):
         graphs.wait_for_gpus(roots)
         yield
 

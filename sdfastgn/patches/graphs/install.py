@@ -109,13 +109,6 @@ def remove(root: nn.Module) -> None:
     stop_checking(root.modules())
 
 
-def sharing(roots: Iterable[nn.Module]) -> list[nn.Module]:
-    """The models with a ``GraphedForward`` that contain a module of ``roots``."""
-    owners = GraphedForward.owners()
-    modules = {module for root in roots for module in root.modules()} if owners else set()
-    return [owner for owner in owners if not modules.isdisjoint(owner.modules())]
-
-
 def wait_for_gpus(roots: Iterable[nn.Module]) -> None:
     """Wait until all streams are idle on all GPUs that have parameters of ``roots``."""
     for device in {parameter.device for root in roots for parameter in root.parameters()}:
