@@ -96,6 +96,8 @@ class Kind:
         is_transformer: True if most of its weights are in linear layers, and it takes the time of the noise,
             or has norms without parameters, which its code modulates. Nearly all its convolutions cut an
             image or video into patches, and no graphs are made of its own code.
+        is_called_each_step: True if it is a UNet or ControlNet of images, in which Python takes longer than
+            the GPU. UNets of videos are slower as plans.
         in_rows: the weights of linear layers that its plans may read in E4M3. Empty if it is no transformer.
         why_not: why it gets no plans, even if ``gains`` is True; else None.
     """
@@ -104,6 +106,7 @@ class Kind:
     gains: bool
     has_plans: bool
     is_transformer: bool
+    is_called_each_step: bool
     in_rows: tuple[Tensor, ...]
     why_not: str | None
 
@@ -128,6 +131,7 @@ def kind_of(modules: Sequence[nn.Module], findings: Iterable[patcher.Finding]) -
         gains,
         has_plans,
         is_transformer,
+        _is_called_each_step(modules),
         tuple(in_rows) if gains or has_plans else (),
         reason_of_cudnn(modules),
     )
@@ -170,14 +174,11 @@ def _takes_time(root: nn.Module) -> bool:
     return forward is not None and not _TIMES.isdisjoint(signature(forward).parameters)
 
 
-def _is_called_each_step(root: nn.Module) -> bool:
-    """True if ``root`` is a UNet or ControlNet of images, in which Python takes longer than the GPU.
-
-    UNets of videos are slower as plans.
-    """
-    convolutions = [m for m in root.modules() if isinstance(m, _ConvNd)]
-    is_of_images = all(isinstance(m, nn.Conv2d) for m in convolutions) and not takes_gigabytes(root)
-    return bool(numbers_of(root) and convolutions) and is_of_images
+def _is_called_each_step(modules: Sequence[nn.Module]) -> bool:
+    """See ``Kind.is_called_each_step``."""
+    convolutions = [m for m in modules if isinstance(m, _ConvNd)]
+    is_of_images = all(isinstance(m, nn.Conv2d) for m in convolutions) and not takes_gigabytes(modules[0])
+    return bool(numbers_of(modules[0]) and convolutions) and is_of_images
 
 
 def _is_outside_unets(root: nn.Module, blocks: Iterable[patcher.Finding]) -> bool:
@@ -283,7 +284,7 @@ def install(
             graphed_modules.add(module)
             maker = Maker(trusted, verifies, weights=weights) if is_on else None
             _set_planner(module, graphed, maker, kind.blocks, is_required=is_transformer and module is root)
-    if not has_plans and not (can_have and not graphed_modules and _is_called_each_step(root)):
+    if not has_plans and not (can_have and not graphed_modules and kind.is_called_each_step):
         remove(root)
         return
     for module in root.modules():  # also those that have plans because of a boundary
@@ -360,7 +361,10 @@ def remove(root: nn.Module) -> None:
 
 def take_off(root: nn.Module) -> list[PlannedForward]:
     """Remove each ``PlannedForward`` in ``root``, and return it with its plans."""
-    return [planned for module in root.modules() for planned in _take_off(module)]
+    found = [planned for module in root.modules() for planned in PlannedForward.all_of(module)]
+    for planned in found:
+        planned.take_off()
+    return found
 
 
 def inspect(root: nn.Module, prefix: str = "", kind: Kind | None = None) -> Iterator[Planned]:
@@ -413,10 +417,3 @@ def described(path: str, module: nn.Module, planned: PlannedForward | None) -> P
         dict(planned.own) if planned else {},
         planned.last_change if planned else "",
     )
-
-
-def _take_off(module: nn.Module) -> list[PlannedForward]:
-    found = PlannedForward.all_of(module)
-    for planned in found:
-        planned.take_off()
-    return found
