@@ -226,12 +226,13 @@ def may_change(was: FoundModel, options: Options, has_parts: bool) -> bool:
     Some changes do not count, because they are safe while other threads run the model: modes of CUDA graphs,
     fusions that are left out, and the replacement of ``_apply`` (``moves.follow``).
     """
-    if merging.must_release(was.component, options.merge_adapters):
+    if not options.merge_adapters and any(map(merging.is_merged, was.modules)):
         return True
     return has_parts and (
         options.verify
+        or options.precision is not None
+        or bool(was.in_fp8)
         or patcher.needs_change(was.component, was.findings)
-        or fp8_option.may_change(was.component, options.precision)
     )
 
 
