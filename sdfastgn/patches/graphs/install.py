@@ -104,9 +104,11 @@ def set_mode(module: nn.Module, mode: str | bool, backend: Backend | None = None
 
 def remove(root: nn.Module) -> None:
     """Undo ``install``: remove each ``GraphedForward`` and ``Checked`` in ``root``, and drop its graphs."""
-    for _, module in list(outermost(root)):
-        set_mode(module, False)
-    stop_checking(root.modules())
+    modules = list(root.modules())
+    for module in modules:
+        if GraphedForward.all_of(module):
+            _take_off(module)
+    stop_checking(modules)
 
 
 def wait_for_gpus(roots: Iterable[nn.Module]) -> None:

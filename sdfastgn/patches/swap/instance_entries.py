@@ -4,6 +4,9 @@ An entry refers to its module. If a shallow copy (``copy.copy``) of the module h
 the copy would run the original, and would fail once the original is freed. So shallow copies, and the
 replicas that ``nn.DataParallel`` makes, get no entries, and run the methods of their class. A deep copy or a
 pickle gets new entries, which refer to the copy.
+
+Other code may wrap an entry or take it out of the module, and may put it back later. So some classes register
+their entries, and find them by the module.
 """
 
 from __future__ import annotations
@@ -15,8 +18,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 Entry = TypeVar("Entry", bound="InstanceEntry")
-# Module -> its registered entries, by their ids. A search through the module's ``__dict__`` would not find an
-# entry that other code has wrapped, because then the dict has the wrapper.
+# Module -> its registered entries, by their ids.
 _registered: weakref.WeakKeyDictionary[nn.Module, weakref.WeakValueDictionary[int, InstanceEntry]] = (
     weakref.WeakKeyDictionary()
 )
