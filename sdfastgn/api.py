@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sdfastgn import verification
 from sdfastgn.backend import backend_text, why_stock_runs
@@ -358,11 +358,7 @@ def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
     When the context begins, the models' GPUs have finished all their work.
     """
     roots = list(roots)
-    # This avoids a deadlock. A call of a model with graphs holds the lock of its device, and a change needs
-    # this lock too. If a call took the lock and then waited at an inner module for the end of the change, the
-    # call and the change would wait for each other. So calls of models with graphs that contain a module of
-    # ``roots`` are also made to wait, and they wait before they take the lock.
-    with one_at_a_time, undisturbed(call, [*roots, *graphs.sharing(roots)]):
+    with one_at_a_time, undisturbed(call, roots):
         graphs.wait_for_gpus(roots)
         yield
 
@@ -382,15 +378,15 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Found], WeakS
         if not every:
             return [], WeakSet()
         models = [was.component for was in roots]
-        fp8_option.check(
-            call, models, options.precision, [w for was in roots for w in _in_rows(was, options)]
-        )
+        if options.precision is not None:
+            in_rows = [weight for was in roots if options.plans for weight in was.kind.in_rows]
+            fp8_option.check(call, models, in_rows)
         if is_in_ddp(models) and any(map(channels_last.unconverted_weights, models)):
             raise ValueError(_in_ddp(call, obj, "optimize it before it is wrapped"))
         _prepare_triton({device for was in every.values() for device in was.devices})
         before: list[Found] = [*every.values(), *found.parts.values()]
-        stay = [was.component for name, was in found.models.items() if name not in every]
-        others = WeakSet(model for model in stay if not is_followed(model))
+        stay = [was for name, was in found.models.items() if name not in every]
+        others = WeakSet(was.component for was in stay if was.component not in was.followed)
         if options.strict:
             _refuse_skipped(call, before, options)
         warn_of_machine(call)
@@ -434,10 +430,9 @@ def _set_options(every: Iterable[FoundModel], options: Options) -> None:
         root = was.component
         merging.allow(root, options.merge_adapters)
         patcher.leave_out(root, options.left_out)
-        has_rows = bool(_in_rows(was, options))
-        fp8_option.set_precision(root, options.precision, has_rows=has_rows)
-        # Graphs may take the place of plans.
-        former = planning.take_off(root) if was.is_graphable and was.trusted is not None else ()
+        if options.precision is not None or was.in_fp8:
+            has_rows = options.plans and bool(was.kind.in_rows)
+            fp8_option.set_precision(root, options.precision, has_rows=has_rows)
         graphs.install(root, options.cuda_graphs)
         planning.install(
             root,
@@ -445,14 +440,8 @@ def _set_options(every: Iterable[FoundModel], options: Options) -> None:
             frozenset(options.trust),
             options.cuda_graphs,
             verifies=options.verify,
-            former=former,
             kind=was.kind,
         )
-
-
-def _in_rows(was: FoundModel, options: Options) -> Sequence[Tensor]:
-    """The weights that plans of ``was.component`` read in E4M3."""
-    return was.kind.in_rows if options.plans and options.precision is not None else ()
 
 
 def _prepare_triton(devices: Iterable[torch.device]) -> None:
@@ -467,6 +456,8 @@ def _check_options(call: str, options: Options) -> None:
     if type(mode) not in (bool, str) or mode not in graphs.MODES:
         modes = '"auto", "training", True or False'
         raise ValueError(f"sdfastgn.{call}: cuda_graphs={mode!r} must be {modes}")
+    if options.precision not in (None, "fp8"):
+        raise ValueError(f'sdfastgn.{call}: precision={options.precision!r} must be None or "fp8"')
     for field in fields(Options):
         value = getattr(options, field.name)
         if type(field.default) is bool and type(value) is not bool:

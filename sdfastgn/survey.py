@@ -13,6 +13,7 @@ from torch import nn
 from sdfastgn.patches import fp8_option, patcher
 from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.graphs import install as graphs
+from sdfastgn.patches.graphs.forward import GraphedForward
 from sdfastgn.patches.graphs.models import is_graphable
 from sdfastgn.patches.layout import channels_last
 from sdfastgn.patches.lora import merging
@@ -189,7 +190,7 @@ def _found_in(name: str, named: list[tuple[str, nn.Module]], options: Options | 
     every = patcher.inspect_model(named, () if options is None else options.asked, left_out=())
     findings = [f for f in every if f.fusion.name not in turned_off]
     laid_out = channels_last.laid_out(modules)
-    modes = {m: graphed.mode for m in modules if (graphed := graphs.graphed_of(m)) is not None}
+    modes = {m: graphed.mode for m in modules if (graphed := GraphedForward.of(m)) is not None}
     followed, trusted = followed_in(modules), plans.trusted_in(modules)
     is_changed = laid_out or modes or followed or trusted is not None or call_entry(root) is not None
     return FoundModel(
@@ -225,12 +226,13 @@ def may_change(was: FoundModel, options: Options, has_parts: bool) -> bool:
     Some changes do not count, because they are safe while other threads run the model: modes of CUDA graphs,
     fusions that are left out, and the replacement of ``_apply`` (``moves.follow``).
     """
-    if merging.must_release(was.component, options.merge_adapters):
+    if not options.merge_adapters and any(map(merging.is_merged, was.modules)):
         return True
     return has_parts and (
         options.verify
+        or options.precision is not None
+        or bool(was.in_fp8)
         or patcher.needs_change(was.component, was.findings)
-        or fp8_option.may_change(was.component, options.precision)
     )
 
 
@@ -272,16 +274,15 @@ def _put_back_model(was: FoundModel) -> None:
         if not finding.fusion.is_applied(finding.module):
             finding.fusion.apply(finding.module)
     fp8_option.put_back(was.component, was.in_fp8)
-    former = plans.take_off(was.component)
     for module in was.component.modules():
-        is_graphed = is_graphable(module) or graphs.graphed_of(module) is not None
+        is_graphed = is_graphable(module) or GraphedForward.of(module) is not None
         if is_graphed and module not in was.modes:
             graphs.remove(module)
     for module, mode in was.modes.items():
         graphs.install(module, mode)
     mode = was.modes.get(was.component, False)
     trusted = was.trusted or frozenset()
-    plans.install(was.component, was.trusted is not None, trusted, mode, former=former)
+    plans.install(was.component, was.trusted is not None, trusted, mode)
     for module in was.component.modules():
         (follow if module in was.followed else unfollow)(module)
 

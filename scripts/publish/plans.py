@@ -33,7 +33,8 @@ from sdfastgn.bench.images import relative_error
 from sdfastgn.cli.session import exit_code
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.patches.code.checked import entrances
-from sdfastgn.patches.graphs.install import place_in
+from sdfastgn.patches.graphs.models import method_of
+from sdfastgn.patches.swap.class_forward import place_in
 from sdfastgn.plans.forward import PlannedForward
 
 KIND = "plans"
@@ -47,9 +48,9 @@ def planned(root: nn.Module) -> list[PlannedForward]:
     """Give ``root`` and its children plans, whether or not ``optimize`` would."""
     found = []
     for module in entrances(root):
-        if place_in(module) == "forward" and any(True for _ in module.children()):
-            vars(module)["forward"] = each = PlannedForward(module)
-            found.append(each)
+        if place_in(module, method_of(module)) == "forward" and any(True for _ in module.children()):
+            found.append(PlannedForward(module))
+            found[-1].put("forward")
     return found
 
 

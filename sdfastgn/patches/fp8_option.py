@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,26 +15,17 @@ from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.graphs import install as graphs
 
 
-def check(call: str, roots: Iterable[nn.Module], precision: Any, in_rows: Sequence[Tensor] = ()) -> None:
-    """Raise ValueError if ``precision`` is no valid option, or if products of ``roots`` cannot run in it.
+def check(call: str, roots: Iterable[nn.Module], in_rows: Sequence[Tensor]) -> None:
+    """Raise ValueError if products of ``roots`` cannot run in FP8.
 
     That is, if there are no such products, or if the device or dtype of one of their weights does not fit.
 
     ``call``: the name of the public function, for the error. ``in_rows``: weights that plans would read.
     """
-    if precision is None:
-        return
-    if precision != "fp8":
-        raise ValueError(f'sdfastgn.{call}: precision={precision!r} must be None or "fp8"')
     found = [weights for root in roots for _, weights in _products_in(root)]
     reason = fp8.reason_to_refuse([*found, in_rows]) or fp8.reason_to_refuse_rows(in_rows)
     if reason is not None:
         raise ValueError(f'sdfastgn.{call}: precision="fp8" is impossible: {reason}')
-
-
-def may_change(root: nn.Module, precision: str | None) -> bool:
-    """True if ``set_precision(root, precision)`` may change anything."""
-    return precision is not None or any(map(fp8.is_allowed, _models_in(root)))
 
 
 def set_precision(root: nn.Module, precision: str | None, *, has_rows: bool = False) -> None:

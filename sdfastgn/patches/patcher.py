@@ -83,23 +83,13 @@ def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
     return [*now.items(), *((path, part) for path, part in then if id(part) not in ids)]
 
 
-def inspect(
-    component: Any,
-    prefix: str = "",
-    asked: Collection[str] = (),
-    left_out: Collection[str] | None = None,
-) -> list[Finding]:
+def inspect(component: Any, prefix: str = "") -> list[Finding]:
     """Returns the findings of all fusions about ``component`` and the modules in it. Changes nothing.
 
-    Args:
-        component: a model, or a part of a pipeline.
-        prefix: the path of ``component``.
-        asked: names of fusions in ``ASKED_FUSIONS`` to consider. Fusions of earlier calls of ``ask``, and
-            those that are already applied in ``component``, are considered anyway.
-        left_out: names of fusions that are not considered; None: the names in the last ``leave_out``.
+    ``component``: a model, or a part of a pipeline. ``prefix``: its path.
     """
     if isinstance(component, nn.Module):
-        return inspect_model(list(component.named_modules(prefix=prefix)), asked, left_out)
+        return inspect_model(list(component.named_modules(prefix=prefix)))
     rules = [rule for rule in OBJECT_FUSIONS if rule.claims(component)]
     return [_finding(prefix, component, rule) for rule in rules[:1]]
 
@@ -107,7 +97,13 @@ def inspect(
 def inspect_model(
     named: list[tuple[str, nn.Module]], asked: Collection[str] = (), left_out: Collection[str] | None = None
 ) -> list[Finding]:
-    """As ``inspect``, for a model whose ``named_modules`` are ``named``."""
+    """As ``inspect``, for a model whose ``named_modules`` are ``named``.
+
+    Args:
+        asked: names of fusions in ``ASKED_FUSIONS`` to consider. Fusions of earlier calls of ``ask``, and
+            those that are already applied in the model, are considered anyway.
+        left_out: names of fusions that are not considered; None: the names in the last ``leave_out``.
+    """
     component = named[0][1]
     modules = [module for _, module in named]
     left_out = left_out_of(component) if left_out is None else left_out

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -80,9 +79,6 @@ SHORT_LIFE = 16
 _LOOKS = 2
 # What was found out about the masks of a call that is captured: (its plan with masks, the lengths).
 _known: ContextVar[tuple[Made, Lengths | None] | None] = ContextVar("sdfastgn_known", default=None)
-# Module -> each ``PlannedForward`` made for it. A search in the module would not find one that other code has
-# wrapped, because then the module's ``__dict__`` has the wrapper.
-_put_into: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[PlannedForward]] = weakref.WeakKeyDictionary()
 # True inside of a call that runs the model's own code only once: modules inside make no plans for it.
 _is_alone: ContextVar[bool] = ContextVar("sdfastgn_is_alone", default=False)
 
@@ -127,9 +123,7 @@ class PlannedForward(MethodEntry):
     Args:
         module: the module.
         trusted: packages of whose code the user has said that it keeps no state between calls.
-        replaces_entry: True if the module's ``__dict__`` already had an entry "forward" with the method of
-            the module's own class.
-        method: the name of the method that runs.
+        replaces_entry, method: as in ``MethodEntry``.
         states: the states of the module's code, if a ``GraphedForward`` serves its calls.
         verifies: True compares each new plan with the module's own code once.
         is_captured: True if CUDA graphs may capture all its calls. Then plans keep no tensors between calls,
@@ -138,7 +132,6 @@ class PlannedForward(MethodEntry):
             has none.
 
     Attributes:
-        is_on: False after it was taken off. Then it calls the class's method, if other code still calls it.
         calls: number of calls whose result came from a plan.
         traces: number of traces so far.
         loads: number of plans that came from disk.
@@ -148,8 +141,8 @@ class PlannedForward(MethodEntry):
     # As in ``GraphedForward``: instances have no ``__dict__``, because accelerate's hooks would copy it.
     __slots__ = (
         "_by_state", "_captured", "_compiled", "_is_captured", "_is_timed", "_lock", "_own_threads",
-        "_policy", "_served", "_state", "_states", "calls", "is_on", "loads", "own", "replaces_entry",
-        "traces", "trusted", "verifies", "weights",
+        "_policy", "_served", "_state", "_states", "calls", "loads", "own", "traces", "trusted", "verifies",
+        "weights",
     )  # fmt: skip
 
     def __init__(
@@ -163,11 +156,11 @@ class PlannedForward(MethodEntry):
         is_captured: bool = False,
         weights: RowWeights | None = None,
     ) -> None:
-        super().__init__(module, method)
+        super().__init__(module, method, replaces_entry)
         # torch.compile cannot read the method from a class that diffusers has allowed in graphs.
         self._compiled = getattr(type(module), method)
         self.verifies, self.weights = verifies, weights
-        self.trusted, self.replaces_entry = trusted, replaces_entry
+        self.trusted = trusted
         self._states = States(module) if states is None else states
         # A CUDA graph would not repeat what a call sets in modules, nor check the plans of modules inside.
         self._is_captured = is_captured
@@ -181,9 +174,8 @@ class PlannedForward(MethodEntry):
         self._served = 0  # calls since the last change that plans have run, by themselves or in a CUDA graph
         self.calls = self.traces = self.loads = 0
         self.own: Counter[str] = Counter()
-        self.is_on = True
-        if states is None:  # else a ``GraphedForward`` is in the module
-            _put_into.setdefault(module, weakref.WeakSet()).add(self)
+        if states is None:  # else a ``GraphedForward`` calls it
+            self.register()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PlannedForward, (self.module, *self._options)
@@ -195,10 +187,12 @@ class PlannedForward(MethodEntry):
     def _options(self) -> tuple[Any, ...]:
         return self.trusted, self.replaces_entry, self.method, None, self.verifies
 
-    @classmethod
-    def of(cls, module: nn.Module) -> list[PlannedForward]:
-        """Those that may run calls of ``module``. Other code may have wrapped them."""
-        return [each for each in list(_put_into.get(module, ())) if each.is_on]
+    def set_options(self, trusted: frozenset[str], verifies: bool, weights: RowWeights | None) -> None:
+        """Drop all plans, and make others with these options. Nothing changes if these have the same."""
+        if (self.trusted, self.verifies, self.weights) != (trusted, verifies, weights):
+            with self._lock:
+                self.clear()
+                self.trusted, self.verifies, self.weights = trusted, verifies, weights
 
     @property
     def plans(self) -> list[Plan]:

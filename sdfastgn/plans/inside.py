@@ -12,23 +12,21 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from sdfastgn.patches.code.checked import entrances
-from sdfastgn.patches.graphs.install import place_in
-from sdfastgn.patches.graphs.models import is_harmless
+from sdfastgn.patches.graphs.models import is_harmless, method_of
 from sdfastgn.patches.lora.adapters import is_adapted
-from sdfastgn.patches.swap.class_forward import has_foreign_forward
-from sdfastgn.patches.swap.instance_entries import InstanceEntry, guard
+from sdfastgn.patches.swap.class_forward import MethodEntry, has_foreign_forward, place_in
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def plan_inside(root: nn.Module, make: Callable[[nn.Module, bool], InstanceEntry]) -> None:
+def plan_inside(root: nn.Module, make: Callable[[nn.Module, bool], MethodEntry]) -> None:
     """Give the largest modules in ``root`` without a boundary inside an entry with plans.
 
     ``make(module, replaces_entry)`` makes the entry.
     """
-    for module in [module for module in _largest(root) if place_in(module) == "forward"]:
-        vars(module)["forward"] = make(module, "forward" in vars(module))
-        guard(module)
+    for module in list(_largest(root)):
+        if place_in(module, method_of(module)) == "forward" and not MethodEntry.all_of(module):
+            make(module, "forward" in vars(module)).put("forward")
 
 
 def _largest(root: nn.Module) -> Iterator[nn.Module]:

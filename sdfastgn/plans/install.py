@@ -23,12 +23,11 @@ from sdfastgn.patches.code.states import States
 from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.fp8.rows import RowWeights, in_blocks
 from sdfastgn.patches.graphs.forward import GraphedForward, Planner
-from sdfastgn.patches.graphs.install import graphed_of, outermost, place_in, set_mode
-from sdfastgn.patches.graphs.models import is_graphable, numbers_of, takes_gigabytes
+from sdfastgn.patches.graphs.install import outermost, set_mode
+from sdfastgn.patches.graphs.models import is_graphable, method_of, numbers_of, takes_gigabytes
 from sdfastgn.patches.layout.left_alone import reason_of_cudnn
 from sdfastgn.patches.lora.adapters import is_adapted, takes_adapters
-from sdfastgn.patches.swap.class_forward import class_forward, replace_kept
-from sdfastgn.patches.swap.instance_entries import guard, unguard
+from sdfastgn.patches.swap.class_forward import place_in
 from sdfastgn.patches.swap.tested_sources import Untested
 from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.inside import CONVOLUTIONS
@@ -41,7 +40,7 @@ _OUTSIDE_UNETS = (
     *("conv_norm_out", "decoder_slices"),  # MoVQ's decoder has only the second one
     *("temporal_resnet_block", "spatio_temporal_res_block"),
 )
-# Keys in the ``__dict__`` of a module under which a ``PlannedForward`` may be.
+# Keys in the ``__dict__`` of a module under which a ``PlannedForward`` is put.
 _PLACES = ("forward", "_old_forward")
 # Smallest share of a model's weights that must be in convolutions of images and videos, or in linear layers
 # of a transformer. Kernels exist for what surrounds these. A model of other layers gains too little to pay
@@ -99,6 +98,8 @@ class Kind:
         is_transformer: True if most of its weights are in linear layers, and it takes the time of the noise,
             or has norms without parameters, which its code modulates. Nearly all its convolutions cut an
             image or video into patches, and no graphs are made of its own code.
+        is_called_each_step: True if it is a UNet or ControlNet of images, in which Python takes longer than
+            the GPU. UNets of videos are slower as plans.
         in_rows: the weights of linear layers that its plans may read in E4M3. Empty if it is no transformer.
         why_not: why it gets no plans, even if ``gains`` is True; else None.
     """
@@ -107,6 +108,7 @@ class Kind:
     gains: bool
     has_plans: bool
     is_transformer: bool
+    is_called_each_step: bool
     in_rows: tuple[Tensor, ...]
     why_not: str | None
 
@@ -130,6 +132,7 @@ def kind_of(modules: Sequence[nn.Module], findings: Iterable[patcher.Finding]) -
         gains,
         has_plans,
         is_transformer,
+        _is_called_each_step(modules),
         tuple(in_rows) if gains or has_plans else (),
         reason_of_cudnn(modules),
     )
@@ -146,7 +149,7 @@ def kind_of_model(root: nn.Module) -> Kind:
 
 
 def _has_plans(root: nn.Module) -> bool:
-    return any(_planned(module) is not None for module in entrances(root))
+    return any(PlannedForward.of(module) is not None for module in entrances(root))
 
 
 def is_convolutional(modules: Sequence[nn.Module]) -> bool:
@@ -172,14 +175,11 @@ def _takes_time(root: nn.Module) -> bool:
     return forward is not None and not _TIMES.isdisjoint(signature(forward).parameters)
 
 
-def _is_called_each_step(root: nn.Module) -> bool:
-    """True if ``root`` is a UNet or ControlNet of images, in which Python takes longer than the GPU.
-
-    UNets of videos are slower as plans.
-    """
-    convolutions = [m for m in root.modules() if isinstance(m, _ConvNd)]
-    is_of_images = all(isinstance(m, nn.Conv2d) for m in convolutions) and not takes_gigabytes(root)
-    return bool(numbers_of(root) and convolutions) and is_of_images
+def _is_called_each_step(modules: Sequence[nn.Module]) -> bool:
+    """See ``Kind.is_called_each_step``."""
+    convolutions = [m for m in modules if isinstance(m, _ConvNd)]
+    is_of_images = all(isinstance(m, nn.Conv2d) for m in convolutions) and not takes_gigabytes(modules[0])
+    return bool(numbers_of(modules[0]) and convolutions) and is_of_images
 
 
 def _blocks(findings: Iterable[patcher.Finding]) -> list[patcher.Finding]:
@@ -249,9 +249,9 @@ def trusted_in(modules: Iterable[nn.Module]) -> frozenset[str] | None:
     """The packages that plans of ``modules`` trust; None if none of them has plans."""
     found: list[frozenset[str]] = []
     for module in modules:
-        planned = _planned(module)
+        planned = PlannedForward.of(module)
         found += [] if planned is None else [planned.trusted]
-        graphed = graphed_of(module)
+        graphed = GraphedForward.of(module)
         maker = graphed.planner.make if graphed is not None and graphed.planner is not None else None
         found += [maker.trusted] if isinstance(maker, Maker) else []
     return frozenset().union(*found) if found else None
@@ -278,37 +278,36 @@ def install(
     weights = fp8.row_weights(root)
     has_fp8 = fp8.is_allowed(root) and weights is None  # plans have no products with learned scales
     can_have = is_on and not has_fp8 and kind.why_not is None
-    has_plans = can_have and (kind.gains or _has_plans(root))  # ``kind`` may be older than a ``take_off``
-    is_transformer = (has_plans or graphed_of(root) is not None) and kind.is_transformer
+    # Graphs take the place of plans in models that do not gain by plans.
+    keeps_plans = _has_plans(root) and next(outermost(root), None) is None
+    has_plans = can_have and (kind.gains or keeps_plans)
+    is_transformer = (has_plans or GraphedForward.of(root) is not None) and kind.is_transformer
     if is_transformer and has_plans:
-        if cuda_graphs is not False and graphed_of(root) is None:
-            former = [*former, *take_off(root)]  # graphs take the place of the plans of ``root``
         set_mode(root, cuda_graphs)
     elif is_transformer:
         set_mode(root, False)
     maker = Maker(trusted, verifies, weights=weights) if is_on else None
     in_graphs = _set_planners(root, maker, kind, is_transformer)
-    if not has_plans and not (can_have and not in_graphs and _is_called_each_step(root)):
+    if not has_plans and not (can_have and not in_graphs and kind.is_called_each_step):
         remove(root)
         return
     for module in root.modules():  # also those that have plans because of a boundary
-        planned = _planned(module)
-        if planned and (planned.trusted, planned.verifies, planned.weights) != (trusted, verifies, weights):
-            for each in _take_off(module):
-                each.clear()
+        if (planned := PlannedForward.of(module)) is None:
+            continue
+        planned.set_options(trusted, verifies, weights)
+        if not in_graphs.isdisjoint(module.modules()):
+            planned.take_off()  # a plan would not run the graphs of the modules in it
     for module in entrances(root):
-        planned = _planned(module)
-        # A plan would not run the graphs of modules in it.
-        place = place_in(module) if in_graphs.isdisjoint(module.modules()) else None
+        planned = PlannedForward.of(module)
+        place = place_in(module, method_of(module)) if in_graphs.isdisjoint(module.modules()) else None
         is_layer = is_adapted(module) or not any(True for _ in module.children())
         if planned is None and place in _PLACES and not is_layer:
             options = module, trusted, verifies, weights
             kept = next((f for f in former if (f.module, f.trusted, f.verifies, f.weights) == options), None)
             own_entry = place in vars(module)
             made = kept or PlannedForward(module, trusted, own_entry, verifies=verifies, weights=weights)
-            made.is_on, vars(module)[place] = True, made
-            guard(module)
-        if _planned(module) is not None and not takes_adapters(list(module.modules())):
+            made.put(place)
+        if PlannedForward.of(module) is not None and not takes_adapters(list(module.modules())):
             stop_checking([module])  # the ``PlannedForward`` compares the code
 
 
@@ -317,7 +316,7 @@ def _set_planners(root: nn.Module, maker: Maker | None, kind: Kind, is_transform
     found: set[nn.Module] = set()
     for _, module in outermost(root):
         is_required = is_transformer and module is root
-        for graphed in GraphedForward.of(module):
+        if (graphed := GraphedForward.of(module)) is not None:
             # A graph would not compare plans of modules in it, where it is captured from the module's code.
             found.update((module,) if is_required or graphed.method != "forward" else module.modules())
             _set_planner(module, graphed, maker, kind, is_required=is_required)
@@ -378,7 +377,10 @@ def remove(root: nn.Module) -> None:
 
 def take_off(root: nn.Module) -> list[PlannedForward]:
     """Remove each ``PlannedForward`` in ``root``, and return it with its plans."""
-    return [planned for module in root.modules() for planned in _take_off(module)]
+    found = [planned for module in root.modules() for planned in PlannedForward.all_of(module)]
+    for planned in found:
+        planned.take_off()
+    return found
 
 
 def inspect(root: nn.Module, prefix: str = "", kind: Kind | None = None) -> Iterator[Planned]:
@@ -387,13 +389,15 @@ def inspect(root: nn.Module, prefix: str = "", kind: Kind | None = None) -> Iter
     ``kind``: as in ``install``.
     """
     found = [
-        (path, module) for path, module in root.named_modules(prefix=prefix) if _planned(module) is not None
+        (path, module, planned)
+        for path, module in root.named_modules(prefix=prefix)
+        if (planned := PlannedForward.of(module)) is not None
     ]
-    for path, module in found:
-        yield described(path, module, _planned(module))
+    for each in found:
+        yield described(*each)
     is_on = bool(found)
     for path, module in outermost(root, prefix):
-        for graphed in GraphedForward.of(module):
+        if (graphed := GraphedForward.of(module)) is not None:
             planner = graphed.planner
             is_on |= planner is not None and planner.is_always
             waiting = [None] if planner is not None and planner.is_required else []  # not called yet
@@ -429,24 +433,3 @@ def described(path: str, module: nn.Module, planned: PlannedForward | None) -> P
         dict(planned.own) if planned else {},
         planned.last_change if planned else "",
     )
-
-
-def _planned(module: nn.Module) -> PlannedForward | None:
-    for name in _PLACES:
-        value = vars(module).get(name)
-        if isinstance(value, PlannedForward):
-            return value
-    return None
-
-
-def _take_off(module: Any) -> list[PlannedForward]:
-    found = PlannedForward.of(module)
-    for planned in found:
-        own, planned.is_on = class_forward(module), False
-        if vars(module).get("forward") is planned and not planned.replaces_entry:
-            del vars(module)["forward"]
-        # A hook of another library may have kept ``planned`` in order to call it, or to restore it later.
-        replace_kept(module, planned, own)
-    if found:
-        unguard(module)
-    return found

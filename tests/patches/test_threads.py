@@ -293,11 +293,12 @@ def test_forwards_are_found_while_others_are_made(often_switching):
     own = GraphedForward(module)
 
     def make():  # None outlives its round, or every search would take longer than the one before.
-        return len([GraphedForward(nn.Linear(1, 1)) for _ in range(20)])
+        return len([GraphedForward(each) for _ in range(10) for each in (module, nn.Linear(1, 1))])
 
     with at_work(make) as (_, one_more):
         for _ in range(1000):
-            assert GraphedForward.of(module) == [own]
+            assert own in GraphedForward.all_of(module)
+            assert module in GraphedForward.owners()
         one_more()
 
 

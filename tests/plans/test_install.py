@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLHunyuanVideo
-from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 
 import sdfastgn
@@ -292,33 +291,6 @@ def test_a_unet_without_graphs_runs_as_plans():
         assert {p.path: p.calls for p in sdfastgn.report(model).plans if p.calls} == calls
     sdfastgn.optimize(model, cuda_graphs=False, plans=False)
     assert not sdfastgn.report(model).plans
-
-
-def wrapped(module):
-    kept = (module.forward,)  # where nobody looks for it
-    module.forward = lambda *args, **kwargs: kept[0](*args, **kwargs)
-
-
-def hooked(module):
-    """As diffusers' offloading in groups does."""
-    HookRegistry.check_if_exists_or_initialize(module).register_hook(ModelHook(), "some hook")
-
-
-@pytest.mark.parametrize("wrap", [wrapped, hooked])
-def test_restore_below_a_wrapper_of_other_code(wrap):
-    model = randomize(Convolutions())
-    stock = copy.deepcopy(model)
-    x = noise(1, 3, 9, 9)
-    sdfastgn.optimize(model)
-    planned = model.forward
-    wrap(model)
-    agree(model(x), stock(x))
-    runs = planned.calls + planned.own.total()
-    sdfastgn.restore(model)
-    before = [{*vars(each)} for each in model.modules()]
-    assert torch.equal(model(x), stock(x))
-    assert [{*vars(each)} for each in model.modules()] == before
-    assert (runs, planned.calls + planned.own.total()) == (1, 1)
 
 
 def test_a_plan_that_other_code_has_captured_lives_on(monkeypatch):

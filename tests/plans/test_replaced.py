@@ -47,7 +47,7 @@ def made(request):
 
 def planned(unet):
     """The plans of the UNet's calls while code is replaced."""
-    (graphed,) = install.GraphedForward.of(unet)
+    graphed = install.GraphedForward.of(unet)
     (found,) = graphed.planned
     return found
 
@@ -90,7 +90,7 @@ def test_replaced_code_runs_as_a_plan(made, case):
 def test_without_replaced_code_there_is_no_plan(made):
     unet, stock, inputs = made
     follows(unet, stock, inputs)
-    (graphed,) = install.GraphedForward.of(unet)
+    graphed = install.GraphedForward.of(unet)
     assert graphed.planned == []
 
 
@@ -156,7 +156,7 @@ def test_plans_off(made):
     with block():
         follows(unet, stock, inputs)
         install.install(unet, False)
-        (graphed,) = install.GraphedForward.of(unet)
+        graphed = install.GraphedForward.of(unet)
         assert (graphed.planner, graphed.alive) == (None, 0)
         follows(unet, stock, inputs)
         assert graphed.planned == []

@@ -12,6 +12,7 @@ from torch import nn
 
 import sdfastgn
 from sdfastgn.patches.graphs import install as cuda_graphs
+from sdfastgn.plans.run.bake import Baked
 from tests.plans.engine import forward_of
 
 pytestmark = pytest.mark.fused_on_cpu
@@ -104,3 +105,26 @@ def test_threads_share_what_runs_by_plans(monkeypatch):
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda _: call(model, x), range(3)))
     assert made == [forward_of(model)]
+
+
+def test_a_change_of_a_part_waits_for_the_plan_around_it(pair, monkeypatch):
+    """While a plan runs, no call of the part itself does."""
+    model, stock, x = pair
+    expected = call(stock, x)
+    call(model, x)
+    inside, order, run = threading.Event(), [], Baked.run
+
+    def slow(*args, **options):
+        inside.set()
+        time.sleep(0.3)
+        order.append("plan")
+        return run(*args, **options)
+
+    monkeypatch.setattr(Baked, "run", slow)
+    with ThreadPoolExecutor() as pool:
+        found = pool.submit(call, model, x)
+        assert inside.wait(30)
+        sdfastgn.restore(model.conv)
+        order.append("change")
+    torch.testing.assert_close(found.result(), expected)
+    assert order[-1] == "change"  # the plan may run twice, because it notices the change

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -72,17 +71,6 @@ _MAX_CHANGES = 4
 
 # Held while a ``GraphedForward`` gets what runs its calls by plans. All threads must get the same one.
 _making = threading.Lock()
-
-# id -> ``GraphedForward``, for each ``GraphedForward`` that exists. When memory is short, all of them drop
-# their graphs. A search through the modules would not find a ``GraphedForward`` that another library has
-# wrapped, because then the module's ``__dict__`` has the wrapper.
-_living: weakref.WeakValueDictionary[int, GraphedForward] = weakref.WeakValueDictionary()
-
-
-def all_living() -> list[GraphedForward]:
-    """All ``GraphedForward`` objects that exist in the process."""
-    # ``valuerefs`` copies the dict in one step, because other threads may add entries during the loop.
-    return [graphed for ref in _living.valuerefs() if (graphed := ref()) is not None]
 
 
 class _Outdated(Exception):  # noqa: N818  # not an error: the call starts again
@@ -173,9 +161,7 @@ class GraphedForward(MethodEntry):
             become graphs too. Calls are of one kind if one graph serves them all.
         backend: the object that captures and replays. None: the backend of the device of the arguments.
             Tests pass a backend for the CPU.
-        replaces_entry: True if the module's ``__dict__`` already had an entry ``method`` with the method of
-            the module's own class. When this object is removed, this entry is restored.
-        method: the name of the method that this object replaces.
+        replaces_entry, method: as in ``MethodEntry``.
         scratch: attributes of the module that each call sets before it reads them. They are not watched.
         states, state: the states of the code, and the one in which this object serves calls. By default the
             first one.
@@ -190,7 +176,7 @@ class GraphedForward(MethodEntry):
     # wrapper. So instances have slots and no ``__dict__``.
     __slots__ = (
         "_backend", "_compiled", "_others", "_planned", "_policy", "_state", "_states", "_store", "eager",
-        "mode", "planner", "replaces_entry", "scratch", "training",
+        "mode", "planner", "scratch", "training",
     )  # fmt: skip
     # The class of this object's graphs.
     _kind: type[Graph] | type[TrainingGraph] = Graph
@@ -207,11 +193,9 @@ class GraphedForward(MethodEntry):
         state: int = 0,
         planner: Planner | None = None,
     ) -> None:
-        super().__init__(module, method)
+        super().__init__(module, method, replaces_entry)
         # torch.compile cannot read the method from a class that diffusers has allowed in graphs.
         self._compiled = getattr(type(module), method)
-        self.mode = mode
-        self.replaces_entry = replaces_entry
         self.scratch = scratch
         self._backend = backend
         self._store = Store()
@@ -223,9 +207,11 @@ class GraphedForward(MethodEntry):
         # Index of a state of the code -> the object that serves its calls. This one serves the first state.
         self._others: dict[int, GraphedForward] = {}
         self.eager: Counter[str] = Counter()
-        is_training = mode == "training"
-        self.training = _TrainingForward(module, "auto", backend, *self._options) if is_training else None
-        _living[id(self)] = self
+        self.mode: str | bool = False
+        self.training: _TrainingForward | None = None
+        self.set_mode(mode)
+        if states is None:  # else another one calls it
+            self.register()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GraphedForward, (self.module, self.mode, None, *self._options, None, 0, self.planner)
@@ -269,18 +255,16 @@ class GraphedForward(MethodEntry):
         """The last change of the model that made its graphs invalid, in words; empty if there was none."""
         return self._policy.last_change
 
-    @classmethod
-    def of(cls, module: nn.Module) -> list[GraphedForward]:
-        """All ``GraphedForward`` objects that were made for ``module`` and still exist."""
-        return [graphed for graphed in all_living() if graphed._module() is module]
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         if torch.compiler.is_compiling():
             own = self._compiled if self._needs_plan else getattr(type(module), self.method)
             return own(module, *args, **kwargs)
-        if self.training is not None and torch.is_grad_enabled():
-            return self.training(*args, **kwargs)
+        if not self.is_on:
+            return getattr(type(module), self.method)(module, *args, **kwargs)
+        training = self.training
+        if training is not None and torch.is_grad_enabled():
+            return training(*args, **kwargs)
         for _ in range(_MAX_CHANGES):
             state = self._states.last()
             server, as_stock = self._of_state(state), bool(self._states.replaced(state))
@@ -292,6 +276,18 @@ class GraphedForward(MethodEntry):
                     self.clear()
         with dispatch.stock_code():
             return self._run_eagerly(module, args, kwargs, as_stock=False)
+
+    def set_mode(self, mode: str | bool, backend: Backend | None = None) -> None:
+        """Drop all graphs, and run later calls in ``mode``. Nothing changes if they did before."""
+        if (self.mode, backend) == (mode, None):
+            return
+        self.clear()
+        if self.training is not None:
+            self.training.clear()
+        self._backend = backend or self._backend
+        args = self.module, "auto", self._backend, *self._options
+        self.training = _TrainingForward(*args) if mode == "training" else None
+        self.mode = mode
 
     def _serve(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], as_stock: bool) -> Any:
         """Run the call and return its result. ``as_stock``: by stock's code, because parts were replaced.
@@ -374,7 +370,6 @@ class GraphedForward(MethodEntry):
             options = *self._options, self._states, index
             other = type(self)(self.module, self.mode, self._backend, *options, self.planner)
             other.eager = self.eager
-            _living.pop(id(other), None)  # this object drops its graphs
             other = self._others.setdefault(index, other)  # another thread may have been faster
         other.mode = self.mode
         return other
@@ -764,9 +759,10 @@ def _free_memory() -> int:
     Returns the number of dropped graphs, or of layers whose merged weights were freed.
     """
     count = 0
-    for graphed in all_living():
-        dropped = graphed.clear()
-        if dropped:
-            graphed._policy.pause_without_memory()
-            count += dropped
+    for module in GraphedForward.owners():
+        for graphed in GraphedForward.all_of(module):
+            dropped = graphed.clear()
+            if dropped:
+                graphed._policy.pause_without_memory()
+                count += dropped
     return count or give_back()

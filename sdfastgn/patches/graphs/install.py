@@ -14,7 +14,6 @@ import contextlib
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,25 +21,16 @@ from torch import nn
 from sdfastgn.kernels.common.private import is_compiled
 from sdfastgn.patches.code.checked import check_calls, stop_checking
 from sdfastgn.patches.graphs.capture import Backend, backend_of
-from sdfastgn.patches.graphs.forward import GraphedForward, all_living
-from sdfastgn.patches.graphs.models import METHODS, is_graphable, method_of, scratch_of
+from sdfastgn.patches.graphs.forward import GraphedForward
+from sdfastgn.patches.graphs.models import is_graphable, method_of, scratch_of
 from sdfastgn.patches.layout.left_alone import reason_of_cudnn
 from sdfastgn.patches.offload.moves import follow, unfollow
-from sdfastgn.patches.swap.class_forward import (
-    class_forward,
-    has_foreign_forward,
-    is_offloaded_whole,
-    replace_kept,
-)
-from sdfastgn.patches.swap.instance_entries import InstanceEntry, guard, unguard
+from sdfastgn.patches.swap.class_forward import MethodEntry, place_in
 
 # The values of ``optimize``'s option ``cuda_graphs``. Only with "training" can calls with gradients become
 # graphs.
 INFERENCE_MODES = ("auto", True, False)
 MODES = ("training", *INFERENCE_MODES)
-# Keys in the ``__dict__`` of a module under which a ``GraphedForward`` may be. accelerate's hooks move the
-# entry "forward" to "_old_forward".
-_PLACES = (*METHODS, "_old_forward")
 
 
 @dataclass(frozen=True)
@@ -92,34 +82,33 @@ def set_mode(module: nn.Module, mode: str | bool, backend: Backend | None = None
     if mode is not False and method_of(module) == "forward":
         stop_checking(modules)
     for inner in modules:
-        if inner is not module and graphed_of(inner) is not None:  # ``optimize(inner)`` was called before
+        if inner is not module and GraphedForward.of(inner):  # ``optimize(inner)`` was called before
             _take_off(inner)
-    graphed = graphed_of(module)
-    if mode is False or (graphed is not None and (graphed.mode, backend) != (mode, None)):
+    if mode is False:
         _take_off(module)
-        graphed = None
-    place = place_in(module)
-    if mode is not False and graphed is None and place is not None:
-        own, name = place in vars(module), method_of(module)
-        vars(module)[place] = GraphedForward(module, mode, backend, own, name, scratch_of(module))
-        guard(module)
-    # A model with convolutions has an entry that does more (``channels_last.py``).
-    if graphed_of(module) is not None:
-        follow(module)
+        return
+    graphed, name = GraphedForward.of(module), method_of(module)
+    place = place_in(module, name)
+    if graphed is not None:
+        graphed.set_mode(mode, backend)
+    elif place is not None:
+        planned = vars(module).get(place)
+        if isinstance(planned, MethodEntry):
+            planned.take_off()
+        own = place in vars(module)
+        GraphedForward(module, mode, backend, own, name, scratch_of(module)).put(place)
+    else:
+        return
+    follow(module)  # a model with convolutions has an entry that does more (``channels_last.py``)
 
 
 def remove(root: nn.Module) -> None:
     """Undo ``install``: remove each ``GraphedForward`` and ``Checked`` in ``root``, and drop its graphs."""
-    for _, module in list(outermost(root)):
-        set_mode(module, False)
-    stop_checking(root.modules())
-
-
-def sharing(roots: Iterable[nn.Module]) -> list[nn.Module]:
-    """The models with a ``GraphedForward`` that contain a module of ``roots``."""
-    owners = [owner for graphed in all_living() if (owner := graphed._module()) is not None]
-    modules = {module for root in roots for module in root.modules()} if owners else set()
-    return [owner for owner in owners if not modules.isdisjoint(owner.modules())]
+    modules = list(root.modules())
+    for module in modules:
+        if GraphedForward.all_of(module):
+            _take_off(module)
+    stop_checking(modules)
 
 
 def wait_for_gpus(roots: Iterable[nn.Module]) -> None:
@@ -141,7 +130,7 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
     # ``reason_of_cudnn`` walks through the whole model, so it is called at most once.
     why_left = functools.cache(lambda: reason_of_cudnn(root.modules()))
     for path, module in outermost(root, prefix):
-        graphed, kind = graphed_of(module), type(module).__name__
+        graphed, kind = GraphedForward.of(module), type(module).__name__
         reasons = {"it is compiled by torch.compile": 0} if is_compiled(module) else {}
         if graphed is not None:
             yield _described(path, kind, str(graphed.mode), graphed, reasons), graphed
@@ -149,8 +138,9 @@ def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, Graphed
                 where = f"{path or kind}, calls with gradients"
                 yield _described(where, kind, str(graphed.mode), graphed.training, {}), None
         else:
-            if place_in(module) is None and not isinstance(vars(module).get("forward"), InstanceEntry):
-                reasons[f"other code replaced its {method_of(module)}"] = 0
+            name = method_of(module)
+            if place_in(module, name) is None:
+                reasons[f"other code replaced its {name}"] = 0
             elif (reason := why_left()) is not None:
                 reasons[reason] = 0
             yield Graphs(path, kind, "False", 0, 0, 0, 0, reasons), None
@@ -170,7 +160,7 @@ def outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]
         if id(module) in seen:
             continue
         seen.add(id(module))
-        if is_graphable(module) or graphed_of(module) is not None:
+        if is_graphable(module) or GraphedForward.of(module) is not None:
             yield path, module
         else:
             children = (
@@ -179,46 +169,13 @@ def outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]
             todo += reversed(list(children))
 
 
-def place_in(module: nn.Module) -> str | None:
-    """The key in the module's ``__dict__`` for what runs its calls; None if other code replaced the method.
-
-    If the whole model is offloaded, accelerate's hook replaces ``forward``, and calls the entry
-    ``_old_forward`` after it has moved the weights.
-    """
-    name = method_of(module)
-    if isinstance(vars(module).get(name), InstanceEntry):
-        return None
-    if not has_foreign_forward(module, name):
-        return name
-    kept = vars(module).get("_old_forward")
-    if name == "forward" and is_offloaded_whole(module) and kept == class_forward(module):
-        return "_old_forward"
-    return None
-
-
 def _compares_calls(module: nn.Module) -> bool:
     """True if a ``GraphedForward`` runs all calls of ``module``, so that it compares their code."""
-    return graphed_of(module) is not None and method_of(module) == "forward"
+    return GraphedForward.of(module) is not None and method_of(module) == "forward"
 
 
-def graphed_of(module: nn.Module) -> GraphedForward | None:
-    for name in _PLACES:
-        value = vars(module).get(name)
-        if isinstance(value, GraphedForward):
-            return value
-    return None
-
-
-def _take_off(module: Any) -> None:
-    name = method_of(module)
-    forward = vars(module).get(name)
-    if isinstance(forward, GraphedForward) and not forward.replaces_entry:
-        delattr(module, name)
-    for graphed in GraphedForward.of(module):
-        graphed.mode = False  # other code may still call ``graphed``; now it only calls the class's forward
+def _take_off(module: nn.Module) -> None:
+    for graphed in GraphedForward.all_of(module):
+        graphed.take_off()
         graphed.clear()
-        # A hook of another library may have stored ``graphed`` in order to restore it as the module's forward
-        # later. It shall restore the class's forward instead.
-        replace_kept(module, graphed, class_forward(module, name))
     unfollow(module)
-    unguard(module)

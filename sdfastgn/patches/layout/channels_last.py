@@ -16,7 +16,6 @@ the weights their former layout.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -117,11 +116,6 @@ def convertible_modules(
     return ((path, module) for path, module in named if module not in left)
 
 
-# id -> ``_Apply``, for every ``_Apply`` that is alive.
-# ``_lay_out_as_stock`` searches the roots of all these objects for the model that contains a convolution.
-_living: weakref.WeakValueDictionary[int, _Apply] = weakref.WeakValueDictionary()
-
-
 class _Apply(Moves):
     """Replaces the method ``_apply`` of a model's root, which ``.to()`` and similar methods call.
 
@@ -133,7 +127,7 @@ class _Apply(Moves):
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__(root)
-        _living[id(self)] = self
+        self.register()
 
     def arrange(self, root: nn.Module) -> None:
         lay_out_weights(root)
@@ -261,10 +255,8 @@ def _lay_out_as_stock(conv: nn.Module) -> None:
 
     The weights become channels-last again when the model is moved to a GPU.
     """
-    # ``valuerefs`` copies the dict in one step, because other threads may add entries during the loop.
-    entries = [entry for ref in _living.valuerefs() if (entry := ref()) is not None]
-    roots = [root for entry in entries if (root := entry._module()) is not None]
-    for module in {conv, *(m for root in roots if conv in set(root.modules()) for m in root.modules())}:
+    models = [set(root.modules()) for root in _Apply.owners()]
+    for module in {conv}.union(*(modules for modules in models if conv in modules)):
         _unconvert(module)
 
 

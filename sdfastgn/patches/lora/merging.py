@@ -207,11 +207,6 @@ def allow(root: nn.Module, merges: bool) -> None:
     (adopt if merges else _adopt_for_training)(root)
 
 
-def must_release(root: nn.Module, merges: bool) -> bool:
-    """True if ``allow(root, merges)`` would free merged weights."""
-    return not merges and any(map(is_merged, root.modules()))
-
-
 # ---- what runs
 
 

@@ -1,8 +1,8 @@
 """Follows the moves of a module: ``Moves`` replaces its method ``_apply``.
 
 ``.to()``, ``.half()`` and similar methods call ``_apply`` to move or convert a module's tensors. ``Moves``
-does this faster if the module is an offloaded model (``offloaded.py``). It also tells CUDA graphs and other
-entries (``instance_entries.py``) in the module of each move.
+does this faster if the module is an offloaded model (``offloaded.py``). It also tells CUDA graphs and plans
+in the module of each move.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterable
 from torch import Tensor, nn
 
 from sdfastgn.patches.offload.offloaded import forget, moving
+from sdfastgn.patches.swap.class_forward import MethodEntry
 from sdfastgn.patches.swap.instance_entries import InstanceEntry, guard, unguard
 
 
 class Moves(InstanceEntry):
     """Replaces the method ``_apply`` of its module, which ``.to()`` and similar methods call.
 
-    It runs the original method, with faster copies if the module is offloaded. Then it calls ``moved`` of all
-    entries in the module and its submodules. With ``recurse=False`` it only runs the original method.
+    It runs the original method, with faster copies if the module is offloaded. Then it calls ``moved`` of
+    each ``MethodEntry`` of the module and its submodules. With ``recurse=False`` it only runs the original
+    method.
     """
 
     __slots__ = ()
@@ -32,9 +34,8 @@ class Moves(InstanceEntry):
             type(module)._apply(module, move)
             self.arrange(module)
         for each in module.modules():
-            for value in list(vars(each).values()):
-                if isinstance(value, InstanceEntry):
-                    value.moved()
+            for entry in MethodEntry.all_of(each):
+                entry.moved()
         return module
 
     def arrange(self, module: nn.Module) -> None:

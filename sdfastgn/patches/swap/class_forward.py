@@ -12,14 +12,15 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from sdfastgn.patches.swap.instance_entries import InstanceEntry
+from sdfastgn.patches.swap.instance_entries import InstanceEntry, guard, unguard
 
 # A module's bound method ``forward``, or the ``GraphedForward`` that replaces it.
 Forward = Callable[..., Any]
+Entry = TypeVar("Entry", bound="MethodEntry")
 
 _CALLABLES = (types.MethodType, types.FunctionType, functools.partial)
 _OPAQUE = (nn.Module, Tensor, type, types.ModuleType, str, int, float, type(None))
@@ -36,16 +37,53 @@ def class_forward(module: nn.Module, name: str = "forward") -> types.MethodType:
 class MethodEntry(InstanceEntry):
     """An entry that runs instead of a method of its module, and looks like the method to other code.
 
+    Classes register those objects that no other entry calls.
+
     Args:
         module: the module.
         method: the name of the method.
+        replaces_entry: True if the module's ``__dict__`` already had an entry ``method`` with the method of
+            the module's own class. It is there again after ``take_off``.
+
+    Attributes:
+        is_on: False after it was taken off. Then it calls the class's method, if other code still calls it.
     """
 
-    __slots__ = ("method",)
+    __slots__ = ("is_on", "method", "replaces_entry")
 
-    def __init__(self, module: nn.Module, method: str = "forward") -> None:
+    def __init__(self, module: nn.Module, method: str = "forward", replaces_entry: bool = False) -> None:
         super().__init__(module)
-        self.method = method
+        self.method, self.replaces_entry, self.is_on = method, replaces_entry, True
+
+    @classmethod
+    def of(cls: type[Entry], module: nn.Module) -> Entry | None:
+        """The entry of exactly this class that runs calls of ``module``. Other code may have wrapped it."""
+        found = [each for each in cls.all_of(module) if type(each) is cls]
+        if not found:
+            return None
+        place = place_in(module, found[-1].method)
+        is_taken_out = place is not None and vars(module).get(place) is not found[-1]
+        return None if is_taken_out else found[-1]
+
+    def put(self, place: str) -> None:
+        """Let this entry run the calls of its module. ``place``: what ``place_in`` has returned."""
+        self.is_on = True
+        self.register()
+        vars(self.module)[place] = self
+        guard(self.module)
+
+    def take_off(self) -> None:
+        """Undo ``put``."""
+        module, self.is_on = self.module, False
+        self.unregister()
+        if vars(module).get(self.method) is self and not self.replaces_entry:
+            del vars(module)[self.method]
+        # A hook of another library may have kept this entry in order to call it, or to restore it later.
+        replace_kept(module, self, class_forward(module, self.method))  # type: ignore[arg-type]
+        unguard(module)
+
+    def moved(self) -> None:
+        """Called after a ``Moves`` has moved or converted the module, or one that contains it."""
 
     # ``inspect.signature`` reads the first of these, and torch.export the others.
 
@@ -81,6 +119,19 @@ def has_foreign_forward(module: nn.Module, name: str = "forward") -> bool:
     # cannot trace ``class_forward``, which creates a method. So the parts of the method are compared.
     is_own = isinstance(forward, types.MethodType) and forward.__func__ is getattr(type(module), name)
     return not (is_own and forward.__self__ is module)
+
+
+def place_in(module: nn.Module, method: str = "forward") -> str | None:
+    """The key in the module's ``__dict__`` for an entry that replaces ``method``; None if other code does.
+
+    If the whole model is offloaded, accelerate's hook replaces ``forward``, and calls the entry
+    ``_old_forward`` after it has moved the weights.
+    """
+    if not has_foreign_forward(module, method):
+        return method
+    kept = vars(module).get("_old_forward")
+    is_kept = isinstance(kept, MethodEntry) or kept == class_forward(module)
+    return "_old_forward" if method == "forward" and is_kept and is_offloaded_whole(module) else None
 
 
 def is_offloaded_whole(module: nn.Module) -> bool:

@@ -26,6 +26,8 @@ from typing import Any
 
 from torch import nn
 
+from sdfastgn.patches.swap.class_forward import MethodEntry
+
 # Maximum number of seconds that a change waits for running calls.
 _MAX_WAIT = 30.0
 # Seconds between two looks at the stacks of other threads.
@@ -49,9 +51,9 @@ _change: _Change | None = None
 class _Change:
     """A change of ``modules`` that has begun and is not done."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: set[nn.Module]) -> None:
         self.owner = threading.get_ident()
-        self.modules = set(modules)
+        self.modules = modules
         self.done = threading.Event()
         self.waiting: set[int] = set()  # ids of threads that wait in a ``_Gate``
 
@@ -113,7 +115,7 @@ def undisturbed(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
     if _change is not None or len(sys._current_frames()) == 1:
         yield
         return
-    change = _Change(module for root in roots for module in root.modules())
+    change = _Change(_with_owners({module for root in roots for module in root.modules()}))
     _change = change
     try:
         for module in change.modules:
@@ -127,6 +129,17 @@ def undisturbed(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
             if type(gate) is _Gate and gate.entry is not None:
                 vars(module)[_GATE] = gate.entry
         change.done.set()
+
+
+def _with_owners(modules: set[nn.Module]) -> set[nn.Module]:
+    """``modules``, and those of models with graphs or plans that contain one of them.
+
+    This avoids a deadlock. A call of a model with graphs holds the lock of its device, and a change needs
+    this lock too. If a call took the lock and then waited at an inner module for the end of the change, the
+    call and the change would wait for each other. So such calls wait before they take the lock.
+    """
+    models = [set(owner.modules()) for owner in MethodEntry.owners()]
+    return modules.union(*(model for model in models if not model.isdisjoint(modules)))
 
 
 def _wait_for_others(call: str, change: _Change) -> None:

@@ -4,15 +4,24 @@ An entry refers to its module. If a shallow copy (``copy.copy``) of the module h
 the copy would run the original, and would fail once the original is freed. So shallow copies, and the
 replicas that ``nn.DataParallel`` makes, get no entries, and run the methods of their class. A deep copy or a
 pickle gets new entries, which refer to the copy.
+
+Other code may wrap an entry or take it out of the module, and may put it back later. So some classes register
+their entries, and find them by the module.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
+
+Entry = TypeVar("Entry", bound="InstanceEntry")
+# Module -> its registered entries, by their ids.
+_registered: weakref.WeakKeyDictionary[nn.Module, weakref.WeakValueDictionary[int, InstanceEntry]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class InstanceEntry:
@@ -34,8 +43,27 @@ class InstanceEntry:
             raise ReferenceError(f"sdfastgn: the module of this {type(self).__name__} is gone")
         return module
 
-    def moved(self) -> None:
-        """Called after a ``Moves`` has moved or converted the module, or one that contains it."""
+    def register(self) -> None:
+        """Let ``all_of`` and ``owners`` find this entry as long as it and its module exist."""
+        _registered.setdefault(self.module, weakref.WeakValueDictionary())[id(self)] = self
+
+    def unregister(self) -> None:
+        if self.module in _registered:
+            _registered[self.module].pop(id(self), None)
+
+    @classmethod
+    def all_of(cls: type[Entry], module: nn.Module) -> list[Entry]:
+        """The registered entries of ``module`` of this class. Other code may have wrapped them."""
+        entries = _registered.get(module)
+        # ``valuerefs`` copies the dict in one step, because other threads may add entries during the loop.
+        refs = () if entries is None else entries.valuerefs()
+        return [entry for ref in refs if isinstance(entry := ref(), cls)]
+
+    @classmethod
+    def owners(cls) -> list[nn.Module]:
+        """All modules in the process that have registered entries of this class."""
+        modules = [module for ref in _registered.keyrefs() if (module := ref()) is not None]
+        return [module for module in modules if cls.all_of(module)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.module,)

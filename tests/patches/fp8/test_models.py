@@ -134,6 +134,7 @@ def test_what_the_fused_code_cannot_do_runs_in_the_models_dtype(change):
     ("model", "precision", "text"),
     [
         (lambda: made(), "fp9", "must be None or"),
+        (lambda: nn.Linear(4, 4), "fp9", "must be None or"),
         (lambda: made(dtype=torch.float32), "fp8", "its weights are torch.float32"),
         (lambda: nn.Sequential(nn.GroupNorm(2, 4)), "fp8", "no transformer blocks"),
         (

@@ -119,17 +119,6 @@ def test_restore_is_exact():
     assert all(g.mode == "False" for g in sdfastgn.report(unet).graphs)
 
 
-def test_restore_below_a_wrapper_of_other_code():
-    unet, stock, inputs = make(mode=True)
-    kept = (unet.forward,)  # where nobody looks for it
-    unet.forward = lambda *args, **kwargs: kept[0](*args, **kwargs)
-    run(unet, inputs)
-    sdfastgn.restore(unet)
-    replaced_parameter(unet), replaced_parameter(stock)
-    agree(run(unet, inputs), run(stock, inputs))
-    assert kept[0].eager["they are turned off"] == 1
-
-
 def test_a_dropped_model_goes_at_once():
     unet, _, inputs = make()
     run(unet, inputs, calls=3)
