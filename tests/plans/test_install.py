@@ -130,8 +130,7 @@ def test_a_unet_beside_an_autoencoder_keeps_its_fused_blocks():
 def test_modules_in_a_model_with_graphs_have_no_plans(build):
     """A graph of the model would not compare them."""
     model = sdfastgn.optimize(build())
-    (graphed,) = GraphedForward.of(model)
-    assert graphed.planner.is_always
+    assert GraphedForward.of(model).planner.is_always
     assert not [module for module in model.modules() if PlannedForward.of(module)]
 
 
