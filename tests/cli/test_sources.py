@@ -142,11 +142,6 @@ _CLASSES = {
     ),
     "models/autoencoder": ("AutoencoderKL", "AutoencodingEngine"),
     "hunyuan_video/vae_refiner": ("Decoder", "DnSmpl", "Encoder", "RMS_norm", "UpSmpl"),
-    "wan/vae": ("AttentionBlock", "CausalConv3d", "Encoder3d", "RMS_norm", "Resample", "ResidualBlock"),
-    "wan/vae2_2": (
-        *("AvgDown3D", "Decoder3d", "Down_ResidualBlock", "DupUp3D", "Encoder3d", "Resample"),
-        *("ResidualBlock", "Up_ResidualBlock"),
-    ),
 }
 _LAYERS = ("Conv2d", "Conv3d", "Linear", "GroupNorm", "LayerNorm")
 # A checkout of ComfyUI with the classes that fusions replace, and no code in them. File -> text.
@@ -170,7 +165,6 @@ COMFYUI = {
     f"comfy/ldm/{file}.py": "\n".join(f"class {name}(nn.Module): ..." for name in names)
     for file, names in _CLASSES.items()
 }
-COMFYUI["comfy/ldm/wan/vae.py"] += "\nclass Decoder3d(nn.Module):\n    def run_up(self): ..."
 
 
 @pytest.mark.slow

@@ -21,8 +21,6 @@ from sdfastgn.patches.comfyui import (
     tiled_decode,
     unet,
     vae,
-    wan,
-    wan_22,
 )
 from sdfastgn.patches.comfyui.layers import LAYERS, has_steady_weights, reason_of_moves
 from sdfastgn.patches.fusions import sequential
@@ -38,8 +36,6 @@ _BLOCKS = (
     *unet.BLOCKS,
     *vae.BLOCKS,
     *tiled_decode.AUTOENCODERS,
-    *wan.BLOCKS,
-    *wan_22.BLOCKS,
     *hunyuan_video.BLOCKS,
     *hunyuan_video_15.BLOCKS,
     graphs.UNET,
