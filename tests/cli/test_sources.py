@@ -138,7 +138,7 @@ _CLASSES = {
     ),
     "modules/diffusionmodules/openaimodel": ("ResBlock", "Upsample", "TimestepEmbedSequential", "UNetModel"),
     "modules/diffusionmodules/model": (
-        *("AttnBlock", "CarriedConv3d", "Decoder", "Downsample", "Encoder", "ResnetBlock", "Upsample"),
+        *("AttnBlock", "CarriedConv3d", "Decoder", "Encoder", "ResnetBlock", "Upsample"),
     ),
     "models/autoencoder": ("AutoencoderKL", "AutoencodingEngine"),
     "hunyuan_video/vae_refiner": ("Decoder", "DnSmpl", "Encoder", "RMS_norm", "UpSmpl"),

@@ -13,14 +13,13 @@ from typing import Any
 
 import comfy.ops
 from comfy.ldm.modules.diffusionmodules import model as comfy_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from sdfastgn.kernels.attention.wide_heads import attend
-from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm, pad_frames
+from sdfastgn.kernels.pad_frames.op import Norm, pad_frames
 from sdfastgn.patches.comfyui.layers import reason_to_cast
-from sdfastgn.patches.layers.statistics import add_bias
 from sdfastgn.patches.layers.video import in_channels_last, is_plain_conv3d, is_product, product_of
-from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.swap.fusion import is_unhooked
 from sdfastgn.patches.swap.tested_sources import tested, unknown_source
 
 _ops: Any = comfy.ops
@@ -39,46 +38,34 @@ SOURCES = (
 )
 
 
-class SharedClassSwap(ClassSwap):
-    """One of two ``ClassSwap``s of the same stock class: one is for images, the other for videos.
-
-    It counts as applied only to modules of its own class ``fused``, not to those of the other ``ClassSwap``.
-    """
-
-    def is_applied(self, module: nn.Module) -> bool:
-        return type(module) is self.fused
-
-
-def is_plain(conv: Any, x: Tensor, C: int, size: int, stride: Any = (1, 1, 1)) -> bool:
+def is_plain(conv: Any, x: Tensor, C: int, size: int) -> bool:
     """True if a call of ``conv`` for ``x`` runs ComfyUI's 3-D convolution and nothing else.
 
-    The convolution must have C input channels, a kernel of ``size``^3, the given stride and no padding.
+    The convolution must have C input channels, a kernel of ``size``^3, stride 1 and no padding.
     """
     return (
         is_plain_conv3d(conv, x, C, Conv3d)
-        and (conv.kernel_size, conv.stride, conv.padding) == ((size,) * 3, stride, (0, 0, 0))
+        and (conv.kernel_size, conv.stride, conv.padding) == ((size,) * 3, (1, 1, 1), (0, 0, 0))
         and reason_to_cast(conv) is None
     )
 
 
-def is_plain_wrapper(conv: Any, x: Tensor, C: int, size: int = 3, stride: Any = (1, 1, 1)) -> bool:
-    return type(conv) is CarriedConv3d and is_unhooked(conv) and is_plain(conv.conv, x, C, size, stride)
+def is_plain_wrapper(conv: Any, x: Tensor, C: int, size: int = 3) -> bool:
+    return type(conv) is CarriedConv3d and is_unhooked(conv) and is_plain(conv.conv, x, C, size)
 
 
-def fits(carried: Any, i: int, x: Tensor, C: int, times: int = 1) -> bool:
-    """True if the frames in ``carried[i]`` can be put before x, or if ``carried`` is None.
+def fits(carried: Any, i: int, x: Tensor, C: int) -> bool:
+    """True if the frames in ``carried[i]``, a ``conv_carry_in``, can be put before x, or if it is None.
 
     ``carried[i]`` must have C channels, and x's batch size, dtype and device. Its height and width must be
-    x's multiplied by ``times``, plus a border of one pixel on each side.
-
-    ``carried``: a ``conv_carry_in``. ``times``: factor by which the convolution's input is upsampled first.
+    x's, plus a border of one pixel on each side.
     """
     if carried is None:
         return True
     N, _, _, H, W = x.shape
     return (
         len(carried) > i
-        and tuple(carried[i].shape) == (N, C, _CARRIED, H * times + 2, W * times + 2)
+        and tuple(carried[i].shape) == (N, C, _CARRIED, H + 2, W + 2)
         and (carried[i].dtype, carried[i].device) == (x.dtype, x.device)
     )
 
@@ -97,10 +84,8 @@ def convolve(
     carry_out: Any = None,
     *,
     shift: Tensor | None = None,
-    norm: Norm | GroupNorm | None = None,
-    upsample: tuple[int, int, int] = (1, 1, 1),
+    norm: Norm | None = None,
     has_bias: bool = True,
-    emits: bool = False,
 ) -> Tensor:
     """Puts the frames of ``carry_in`` before norm(x + shift), and convolves. The result is channels-last.
 
@@ -109,20 +94,16 @@ def convolve(
         x: (N, C, T, H, W).
         carry_in: a list, whose first entry has the frames before x and is removed; or None.
         carry_out: a list to which the last two frames of the convolution's input are appended; or None.
-        shift, norm, upsample: as in ``pad_frames``.
+        shift, norm: as in ``pad_frames``.
         has_bias: False if the next kernel adds the bias.
-        emits: True if a GroupNorm reads the result next. Then the pass that adds the bias also stores the
-            statistics of the sum for it, where that saves time.
     """
     conv = wrapper.conv
     cache = None if carry_in is None else carry_in.pop(0)[..., 1:-1, 1:-1]
     where: Any = {"front": _CARRIED, "border": (1, 1), "mode": "replicate"}
-    frames, _ = pad_frames(in_channels_last(x), cache, shift=shift, norm=norm, upsample=upsample, **where)
+    frames, _ = pad_frames(in_channels_last(x), cache, shift=shift, norm=norm, **where)
     if carry_out is not None:
         carry_out.append(frames[:, :, -_CARRIED:].clone())
-    bias = conv.bias if has_bias else None
-    y = in_channels_last(conv._conv_forward(frames, conv.weight, None if emits else bias))
-    return add_bias(y, bias) if emits else y
+    return in_channels_last(conv._conv_forward(frames, conv.weight, conv.bias if has_bias else None))
 
 
 def attended(block: Any, normed: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from torch import nn
 from sdfastgn.patches.code.checked import check_calls, stop_checking
 from sdfastgn.patches.comfyui import (
     graphs,
-    hunyuan_video,
     hunyuan_video_15,
     tiled_decode,
     unet,
@@ -36,7 +35,6 @@ _BLOCKS = (
     *unet.BLOCKS,
     *vae.BLOCKS,
     *tiled_decode.AUTOENCODERS,
-    *hunyuan_video.BLOCKS,
     *hunyuan_video_15.BLOCKS,
     graphs.UNET,
 )

@@ -27,7 +27,7 @@ from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.patches.comfyui import hunyuan_video_15, tiled_decode
-from sdfastgn.patches.comfyui.carried import SharedClassSwap, reason_to_skip
+from sdfastgn.patches.comfyui.carried import reason_to_skip
 from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
 from sdfastgn.patches.comfyui.layers import prepared
 from sdfastgn.patches.layers.convolution import conv_without_bias, pointwise
@@ -151,7 +151,7 @@ def _is_image_model(model: Any) -> bool:
 
 
 BLOCKS = (
-    SharedClassSwap(
+    ClassSwap(
         "comfyui_resnet_block",
         ResnetBlock,
         FusedResnetBlock,
@@ -170,7 +170,7 @@ BLOCKS = (
         check=_check,
         covers=_is_known_attention,
     ),
-    SharedClassSwap(
+    ClassSwap(
         "comfyui_vae_upsample",
         Upsample,
         FusedUpsample,
@@ -180,14 +180,14 @@ BLOCKS = (
         ),
         covers=_is_image_conv,
     ),
-    SharedClassSwap(
+    ClassSwap(
         "comfyui_encoder",
         Encoder,
         FusedEncoder,
         sources=(tested(Encoder, "forward"),),
         covers=_is_image_model,
     ),
-    SharedClassSwap(
+    ClassSwap(
         "comfyui_decoder",
         Decoder,
         FusedDecoder,

@@ -15,6 +15,7 @@ comfy_checkout.import_for_cpu()
 import comfy.ops  # noqa: E402
 import comfy.sd  # noqa: E402
 from comfy import model_management  # noqa: E402
+from comfy.ldm.models.autoencoder import AutoencoderKL  # noqa: E402
 from comfy.ldm.wan import vae, vae2_2  # noqa: E402
 
 from scripts.publish.comfyui_models import random_weights  # noqa: E402
@@ -40,8 +41,22 @@ def wan_22():
     return vae2_2.WanVAE(**sizes, temperal_downsample=[True])
 
 
-FAMILIES = [wan, wan_22]
-each_family = pytest.mark.parametrize("build", FAMILIES)
+def hunyuan_video(**options):
+    """As ``comfy/sd.py`` builds it, with fewer channels. It resamples space alone, and space and time."""
+    sizes = {
+        "double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32,
+        "ch_mult": [1, 1, 2], "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0, "conv3d": True,
+        "time_compress": 2, **options,
+    }  # fmt: skip
+    return AutoencoderKL(ddconfig=sizes, embed_dim=4)
+
+
+# Each call of the encoder or decoder of these is one chunk, which keeps frames in ``feat_cache``.
+WITH_CACHES = [wan, wan_22]
+# One call computes all chunks.
+WHOLE = [hunyuan_video]
+each_family = pytest.mark.parametrize("build", WITH_CACHES + WHOLE)
+with_caches = pytest.mark.parametrize("build", WITH_CACHES)
 
 
 def decode(frames, batch=1):
@@ -97,13 +112,15 @@ def test_as_stock(build, call):
     agree(models, call, calls=3)
     (half,) = planned(ours)
     assert half.own == {}
-    # No norm of a convolution's input runs by itself, only attention's. The first chunk has no pads.
-    for plan in half.plans[1:]:
+    # No norm of a convolution's input runs by itself, only attention's. Wan's first chunk has no pads.
+    for plan in half.plans[build in WITH_CACHES :]:
         names = [step.target for step in plan.steps]
-        assert names.count("channel_norm") == names.count("attention") < names.count("frames")
+        norms = names.count("channel_norm") + names.count("group_norm")
+        assert norms == names.count("attention") < names.count("frames")
+        assert "copy" not in names or build in WITH_CACHES
 
 
-@each_family
+@with_caches
 def test_the_chunks_of_longer_videos_are_of_few_kinds(build):
     ours, _ = planned_and_stock(build())
     with torch.inference_mode():
@@ -113,7 +130,7 @@ def test_the_chunks_of_longer_videos_are_of_few_kinds(build):
     assert max(each.traces for each in planned(ours)) <= 10
 
 
-@each_family
+@with_caches
 @a_decode_and_an_encode
 def test_the_cache_is_stocks_after_each_chunk(build, call):
     models = planned_and_stock(build())
@@ -136,7 +153,7 @@ def test_the_cache_is_stocks_after_each_chunk(build, call):
                 assert x == y
 
 
-@each_family
+@with_caches
 def test_plans_from_the_second_chunk_on(build):
     ours, stock = planned_and_stock(build())
     z = cases.noise(1, 4, 2, 2, 3, mean=0.0).split(1, 2)
@@ -169,7 +186,8 @@ def test_functions_on_weights(build):
     """ComfyUI puts them there for LoRAs with little memory."""
     models = planned_and_stock(build())
     for model in models:
-        model.decoder.conv1.weight_function = [lambda weight: weight * 1.5]
+        convs = [m for m in model.decoder.modules() if isinstance(m, nn.Conv3d)]
+        convs[2].weight_function = [lambda weight: weight * 1.5]
     agree(models, decode(3))
 
 
@@ -221,6 +239,17 @@ def test_another_number_of_cached_frames(monkeypatch):
     models = planned_and_stock(wan())
     agree(models, decode(5))
     agree(models, encode(9))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"attn_resolutions": [32]}, {"time_compress": None}],
+    ids=["convolutions that carry no frames", "time on each level"],
+)
+def test_other_kinds_of_hunyuan_video(options):
+    models = planned_and_stock(hunyuan_video(**options))
+    agree(models, decode(3))
+    agree(models, encode(5))
 
 
 # --- ComfyUI's own VAE ------------------------------------------------------------------
