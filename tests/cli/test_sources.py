@@ -137,13 +137,10 @@ _CLASSES = {
         "SpatialTransformer",
     ),
     "modules/diffusionmodules/openaimodel": ("ResBlock", "Upsample", "TimestepEmbedSequential", "UNetModel"),
-    "modules/diffusionmodules/model": (
-        *("AttnBlock", "CarriedConv3d", "Decoder", "Encoder", "ResnetBlock", "Upsample"),
-    ),
+    "modules/diffusionmodules/model": ("AttnBlock", "Decoder", "Encoder", "ResnetBlock", "Upsample"),
     "models/autoencoder": ("AutoencoderKL", "AutoencodingEngine"),
-    "hunyuan_video/vae_refiner": ("Decoder", "DnSmpl", "Encoder", "RMS_norm", "UpSmpl"),
 }
-_LAYERS = ("Conv2d", "Conv3d", "Linear", "GroupNorm", "LayerNorm")
+_LAYERS = ("Conv2d", "Linear", "GroupNorm", "LayerNorm")
 # A checkout of ComfyUI with the classes that fusions replace, and no code in them. File -> text.
 COMFYUI = {
     "comfyui_version.py": "__version__ = '9.9.9'",
@@ -182,5 +179,5 @@ def test_comfyui_and_the_file_name_the_same_methods(tmp_path):
     }
     assert f"comfy 9.9.9: 0 of {len(asked)} methods are known" in done.stdout
     release = tested_sources.newest_release("comfy")
-    assert "To see what changed: fetch comfy/ldm/hunyuan_video/vae_refiner.py, comfy/" in done.stdout
+    assert "To see what changed: fetch comfy/ldm/models/autoencoder.py, comfy/" in done.stdout
     assert f"comfy/sd.py of ComfyUI {release} into a folder, then run `sdfastgn sources " in done.stdout

@@ -16,7 +16,6 @@ from torch import nn
 from sdfastgn.patches.code.checked import check_calls, stop_checking
 from sdfastgn.patches.comfyui import (
     graphs,
-    hunyuan_video_15,
     tiled_decode,
     unet,
     vae,
@@ -35,7 +34,6 @@ _BLOCKS = (
     *unet.BLOCKS,
     *vae.BLOCKS,
     *tiled_decode.AUTOENCODERS,
-    *hunyuan_video_15.BLOCKS,
     graphs.UNET,
 )
 # The fusions of ComfyUI's own classes. The report uses them to find what will be fused in a stock model.
