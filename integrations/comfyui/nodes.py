@@ -62,8 +62,8 @@ _GRAPHS_INPUT = Input(
 _PLANS_INPUT = Input(
     "plans",
     "COMBO",
-    "Whether a VAE that sdfastgn knows no blocks of, such as SeedVR2's, runs as plans: its first call of a "
-    "size is traced, and later calls run fused kernels.",
+    "Whether a VAE without fused blocks, such as those of Wan and SeedVR2, runs as plans: its first call of "
+    "a size is traced, and later calls run fused kernels.",
     ("yes", "no"),
     is_optional=True,
 )

@@ -30,7 +30,7 @@ from sdfastgn.plans.forward import PlannedForward
 # The name of the injection in a ``ModelPatcher``.
 _KEY = "sdfastgn plans"
 # Packages with which ComfyUI's layers load their weights. What they keep changes no result.
-_TRUSTED = frozenset(("comfy_aimdo", "comfy_kitchen", "psutil"))
+TRUSTED = frozenset(("comfy_aimdo", "comfy_kitchen", "psutil"))
 # VAE -> what was taken off from it. ComfyUI takes out and puts in around each decode and encode.
 _taken_out: weakref.WeakKeyDictionary[nn.Module, list[PlannedForward]] = weakref.WeakKeyDictionary()
 
@@ -47,7 +47,7 @@ def _fuse(root: nn.Module, cuda_graphs: str | bool) -> None:
         inject(root, cuda_graphs)
         return
     comfyui_unet.PLANNED.apply(root)
-    inject(root, cuda_graphs, partial(comfyui_unet.install, trusted=_TRUSTED))
+    inject(root, cuda_graphs, partial(comfyui_unet.install, trusted=TRUSTED))
 
 
 def optimize_vae(vae: Any, after_load: Callable[[str], None] | None = None, *, plans: bool = True) -> Any:
@@ -123,7 +123,7 @@ def _put_in(patcher: Any) -> None:
     root = root_of(patcher)
     if _gets_plans(patcher) and not dynamic_vram.is_dynamic(patcher) and reason_to_stay(root) is None:
         former = _taken_out.pop(root, ())
-        planning.install(root, True, _TRUSTED, former=former)
+        planning.install(root, True, TRUSTED, former=former)
         if any(planned.plans for planned in former):
             channels_last.lay_out_weights(root)  # as when these plans were made
 

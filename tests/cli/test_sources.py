@@ -137,18 +137,10 @@ _CLASSES = {
         "SpatialTransformer",
     ),
     "modules/diffusionmodules/openaimodel": ("ResBlock", "Upsample", "TimestepEmbedSequential", "UNetModel"),
-    "modules/diffusionmodules/model": (
-        *("AttnBlock", "CarriedConv3d", "Decoder", "Downsample", "Encoder", "ResnetBlock", "Upsample"),
-    ),
+    "modules/diffusionmodules/model": ("AttnBlock", "Decoder", "Encoder", "ResnetBlock", "Upsample"),
     "models/autoencoder": ("AutoencoderKL", "AutoencodingEngine"),
-    "hunyuan_video/vae_refiner": ("Decoder", "DnSmpl", "Encoder", "RMS_norm", "UpSmpl"),
-    "wan/vae": ("AttentionBlock", "CausalConv3d", "Encoder3d", "RMS_norm", "Resample", "ResidualBlock"),
-    "wan/vae2_2": (
-        *("AvgDown3D", "Decoder3d", "Down_ResidualBlock", "DupUp3D", "Encoder3d", "Resample"),
-        *("ResidualBlock", "Up_ResidualBlock"),
-    ),
 }
-_LAYERS = ("Conv2d", "Conv3d", "Linear", "GroupNorm", "LayerNorm")
+_LAYERS = ("Conv2d", "Linear", "GroupNorm", "LayerNorm")
 # A checkout of ComfyUI with the classes that fusions replace, and no code in them. File -> text.
 COMFYUI = {
     "comfyui_version.py": "__version__ = '9.9.9'",
@@ -170,7 +162,6 @@ COMFYUI = {
     f"comfy/ldm/{file}.py": "\n".join(f"class {name}(nn.Module): ..." for name in names)
     for file, names in _CLASSES.items()
 }
-COMFYUI["comfy/ldm/wan/vae.py"] += "\nclass Decoder3d(nn.Module):\n    def run_up(self): ..."
 
 
 @pytest.mark.slow
@@ -188,5 +179,5 @@ def test_comfyui_and_the_file_name_the_same_methods(tmp_path):
     }
     assert f"comfy 9.9.9: 0 of {len(asked)} methods are known" in done.stdout
     release = tested_sources.newest_release("comfy")
-    assert "To see what changed: fetch comfy/ldm/hunyuan_video/vae_refiner.py, comfy/" in done.stdout
+    assert "To see what changed: fetch comfy/ldm/models/autoencoder.py, comfy/" in done.stdout
     assert f"comfy/sd.py of ComfyUI {release} into a folder, then run `sdfastgn sources " in done.stdout

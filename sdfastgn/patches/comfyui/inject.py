@@ -16,13 +16,9 @@ from torch import nn
 from sdfastgn.patches.code.checked import check_calls, stop_checking
 from sdfastgn.patches.comfyui import (
     graphs,
-    hunyuan_video,
-    hunyuan_video_15,
     tiled_decode,
     unet,
     vae,
-    wan,
-    wan_22,
 )
 from sdfastgn.patches.comfyui.layers import LAYERS, has_steady_weights, reason_of_moves
 from sdfastgn.patches.fusions import sequential
@@ -38,10 +34,6 @@ _BLOCKS = (
     *unet.BLOCKS,
     *vae.BLOCKS,
     *tiled_decode.AUTOENCODERS,
-    *wan.BLOCKS,
-    *wan_22.BLOCKS,
-    *hunyuan_video.BLOCKS,
-    *hunyuan_video_15.BLOCKS,
     graphs.UNET,
 )
 # The fusions of ComfyUI's own classes. The report uses them to find what will be fused in a stock model.

@@ -5,8 +5,8 @@ statistics (``inference_mode.py``). A tiled decode runs the fused decoder in str
 activation after the last norm stays a separate pass: stock's ``forward`` calls a function for it, so there is
 no module that could be replaced.
 
-ComfyUI uses the classes ``ResnetBlock`` and ``AttnBlock`` in some autoencoders for videos, too. Such a block
-runs the code of ``hunyuan_video_15.py``.
+ComfyUI uses some of these classes in autoencoders for videos, too. There they stay as they are, and the
+whole autoencoder runs as plans.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.attention.wide_heads import attend
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last
-from sdfastgn.patches.comfyui import hunyuan_video_15, tiled_decode
-from sdfastgn.patches.comfyui.carried import SharedClassSwap, reason_to_skip
+from sdfastgn.patches.comfyui import tiled_decode
 from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
 from sdfastgn.patches.comfyui.layers import prepared
 from sdfastgn.patches.layers.convolution import conv_without_bias, pointwise
@@ -40,15 +39,9 @@ from sdfastgn.patches.swap.tested_sources import tested
 
 
 class FusedResnetBlock(ResnetBlock):
-    """``ResnetBlock`` with fused norms. Images x (N, C, H, W) -> (N, C_out, H, W).
-
-    In an autoencoder for videos: x (N, C, T, H, W) -> (N, C_out, T, H, W).
-    """
+    """``ResnetBlock`` with fused norms. Images x (N, C, H, W) -> (N, C_out, H, W)."""
 
     def forward(self, x: Tensor, temb: Tensor | None = None, *carried: Any) -> Tensor:
-        if hunyuan_video_15.is_video_block(self):
-            found = hunyuan_video_15.result_of(self, x, temb, *carried)
-            return super().forward(x, temb, *carried) if found is None else found
         is_usual = temb is None and not any(part is not None for part in carried)
         if not (is_usual and dispatch.has_kernels(x)):
             return super().forward(x, temb, *carried)
@@ -63,17 +56,11 @@ class FusedResnetBlock(ResnetBlock):
 
 
 class FusedAttnBlock(AttnBlock):
-    """``AttnBlock``: one wide head over all pixels. Images x (N, C, H, W) -> the same.
-
-    In an autoencoder for videos: x (N, C, T, H, W) -> the same.
-    """
+    """``AttnBlock``: one wide head over all pixels. Images x (N, C, H, W) -> the same."""
 
     def forward(self, x: Tensor) -> Tensor:
         # If ComfyUI has chosen xformers or sliced attention, stock's forward runs.
         is_plain = self.optimized_attention is comfy_model.pytorch_attention
-        if is_plain and hunyuan_video_15.is_video_attention(self):
-            found = hunyuan_video_15.attention_of(self, x)
-            return super().forward(x) if found is None else found
         if not (is_plain and dispatch.has_kernels(x) and x.dim() == 4):
             return super().forward(x)
         h = prepared(self.norm, x)(x)
@@ -122,18 +109,8 @@ class FusedDecoder(Decoder):
             return super().forward(z, **kwargs) if image is None else image
 
 
-def _is_known_block(block: Any) -> bool:
-    return isinstance(block.conv1, nn.Conv2d) or hunyuan_video_15.is_video_block(block)
-
-
-def _check(block: Any) -> str | None:
-    """Why ``block``, of an autoencoder for videos, must run stock's code.
-
-    None if it can be fused, or if it is of an autoencoder for images.
-    """
-    is_block = isinstance(block, ResnetBlock)
-    is_of_videos = hunyuan_video_15.is_video_block if is_block else hunyuan_video_15.is_video_attention
-    return reason_to_skip(block) if is_of_videos(block) else None
+def _is_image_block(block: Any) -> bool:
+    return isinstance(block.conv1, nn.Conv2d)
 
 
 def _is_image_conv(block: Any) -> bool:
@@ -142,8 +119,8 @@ def _is_image_conv(block: Any) -> bool:
     return bool(block.with_conv and isinstance(block.conv, nn.Conv2d) and is_double)
 
 
-def _is_known_attention(block: Any) -> bool:
-    return isinstance(block.q, nn.Conv2d) or hunyuan_video_15.is_video_attention(block)
+def _is_image_attention(block: Any) -> bool:
+    return isinstance(block.q, nn.Conv2d)
 
 
 def _is_image_model(model: Any) -> bool:
@@ -151,13 +128,12 @@ def _is_image_model(model: Any) -> bool:
 
 
 BLOCKS = (
-    SharedClassSwap(
+    ClassSwap(
         "comfyui_resnet_block",
         ResnetBlock,
         FusedResnetBlock,
         sources=(tested(ResnetBlock, "__init__", "forward"),),
-        check=_check,
-        covers=_is_known_block,
+        covers=_is_image_block,
     ),
     ClassSwap(
         "comfyui_attn_block",
@@ -167,10 +143,9 @@ BLOCKS = (
             tested(AttnBlock, "__init__", "forward"),
             tested(comfy_model, "pytorch_attention"),
         ),
-        check=_check,
-        covers=_is_known_attention,
+        covers=_is_image_attention,
     ),
-    SharedClassSwap(
+    ClassSwap(
         "comfyui_vae_upsample",
         Upsample,
         FusedUpsample,
@@ -180,14 +155,14 @@ BLOCKS = (
         ),
         covers=_is_image_conv,
     ),
-    SharedClassSwap(
+    ClassSwap(
         "comfyui_encoder",
         Encoder,
         FusedEncoder,
         sources=(tested(Encoder, "forward"),),
         covers=_is_image_model,
     ),
-    SharedClassSwap(
+    ClassSwap(
         "comfyui_decoder",
         Decoder,
         FusedDecoder,

@@ -7,8 +7,6 @@ has one frame. Rearranged tensors are views, so only means and sums are written 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -119,87 +117,3 @@ def downsampled(h: Tensor, x: Tensor, times: int, alone: int) -> Tensor:
         means = means_of(x[:, :, alone:], C_h)
         pack_sum(y[:, :, alone:], h[:, :, alone:], means, (times, 2, 2))
     return y
-
-
-def _leading(factors: tuple[int, ...], count: int) -> tuple[int, ...] | None:
-    """Keeps leading ``factors`` until their product is ``count``, and replaces the others by 1.
-
-    None if no such product is ``count``. Example: (2, 2, 2) and 4 -> (2, 2, 1).
-    """
-    found = []
-    for factor in factors:
-        if count == 1:
-            found.append(1)
-        elif count % factor == 0:
-            found.append(factor)
-            count //= factor
-        else:
-            return None
-    return tuple(found) if count == 1 else None
-
-
-def add_repeated(y: Tensor, x: Tensor, shortcut: Any, first_chunk: bool) -> bool:
-    """Adds ``shortcut(x, first_chunk)`` to y and returns True. ``shortcut``: a ``DupUp3D``.
-
-    Returns False and leaves y as it is if the shapes of x and y do not fit, or if the channels of x do not
-    fill cells evenly. Then stock's code must add the shortcut.
-    """
-    N, C, T, H, W = x.shape
-    factors = shortcut.factor_t, shortcut.factor_s, shortcut.factor_s
-    skipped = factors[0] - 1 if first_chunk else 0
-    frames, C_out, repeats = T * factors[0] - skipped, shortcut.out_channels, shortcut.repeats
-    size = (N, C_out, frames, H * factors[1], W * factors[2])
-    # In the first chunk of a video, stock drops the first factor_t - 1 frames of the result. Here a first
-    # chunk must have a single frame. Stock repeats this frame factor_t times, and keeps only the last copy.
-    if tuple(y.shape) != size or shortcut.in_channels != C or (skipped and T != 1):
-        return False
-    # Stock repeats each channel of x ``repeats`` times. It reads the repeated channels as (C_out, frame, row,
-    # column), where the last three axes are the positions of a cell. There are two cases:
-    # 1. A cell has more positions than ``repeats``. Then several channels of x fill a cell, and ``steps`` is
-    #    the number of these channels along each axis of the cell.
-    # 2. Otherwise one channel of x fills the whole cells of ``alike`` consecutive output channels.
-    alike = max(1, repeats // shortcut.factor)
-    steps = _leading(factors, alike * shortcut.factor // repeats)
-    if steps is None or alike * shortcut.factor % repeats:
-        return False
-    read = x.movedim(1, -1).unflatten(-1, (-1, *steps)).permute(0, 1, 5, 2, 6, 3, 7, 4)
-    if skipped:
-        read, factors = read[:, :, -1:], (1, *factors[1:])
-    cells_of(y, factors).unflatten(-1, (-1, alike)).add_(read[..., None])
-    return True
-
-
-def add_means(y: Tensor, x: Tensor, shortcut: Any) -> bool:
-    """Adds ``shortcut(x)`` to y and returns True. ``shortcut``: an ``AvgDown3D``.
-
-    Returns False and leaves y as it is if the shapes of x and y do not fit, or if means do not divide cells
-    evenly. Then stock's code must add the shortcut.
-    """
-    N, C, T, H, W = x.shape
-    factors = t, h, w = shortcut.factor_t, shortcut.factor_s, shortcut.factor_s
-    size = (N, shortcut.out_channels, T // t, H // h, W // w)
-    if T % t or H % h or W % w or tuple(y.shape) != size or shortcut.in_channels != C:
-        return False
-    # Stock moves the positions of each cell to channels: (C, frame, row, column). Then it takes the mean of
-    # each ``group_size`` consecutive elements in this order. There are two cases:
-    # 1. A cell has more positions than ``group_size``. Then a cell gives several means, and ``steps`` is the
-    #    number of means along each axis of the cell.
-    # 2. Otherwise a mean is over the whole cells of ``alike`` consecutive channels.
-    alike = max(1, shortcut.group_size // shortcut.factor)
-    kept = alike * shortcut.factor // shortcut.group_size
-    steps = _leading(factors, kept)
-    if steps is None or alike * shortcut.factor % shortcut.group_size or C % alike:
-        return False
-    cells = cells_of(x, factors)
-    over = [axis for axis, step, factor in zip((2, 4, 6), steps, factors, strict=True) if step != factor]
-    if alike > 1:
-        cells = cells.unflatten(-1, (-1, alike))
-        over.append(8)
-    if over:
-        cells = cells.mean(dim=over, keepdim=True)
-    if alike > 1:
-        cells = cells.squeeze(8)
-    # (N, T, H, W, C, *steps)
-    cells = cells.permute(0, 1, 3, 5, 7, 2, 4, 6)
-    y.movedim(1, -1).unflatten(-1, (-1, *steps)).add_(cells)
-    return True

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from sdfastgn.kernels.channel_norm.op import channel_norm
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.layout import is_channels_last, laid_out
-from sdfastgn.kernels.convolution.windows import windows_pay
 from sdfastgn.kernels.pad_frames.op import GroupNorm, Norm, modulation_times
 from sdfastgn.kernels.product.op import linear
 from sdfastgn.kernels.statistics.op import add_kernel
@@ -46,12 +45,6 @@ def is_plain_inference(x: Tensor, dim: int = 5) -> bool:
 
 
 # --- convolutions -------------------------------------------------------------------------------------
-
-
-def is_faster_in_2d(conv: Any, x: Tensor) -> bool:
-    """True if ``convolve_windows`` is faster than the 3-D convolution ``conv`` of x."""
-    weight = (conv.out_channels, x.shape[1], *conv.kernel_size)
-    return windows_pay(x.device, x.dtype, weight, conv.stride[0], conv.dilation[0], conv.groups)
 
 
 def channels_into(causal: Any) -> int:
