@@ -106,11 +106,13 @@ def test_decode_and_encode(model, frames):
 def test_slices_tiles_and_strided_inputs(model):
     models = twins(model)
     sizes = (4, 4, None, 2, 2) if is_easyanimate(model) else (8, 8, 2, 2, 0.5)
+    # Stock's attention raises an error on a GPU where a tile is one pixel of one frame.
+    frames = 1 if is_easyanimate(model) else 2
     for each in models:
         each.enable_slicing()
         each.enable_tiling(*sizes)
     for _ in range(2):
-        same(models, decode_of(codes(1, batch=2, latents=(3, 1)).mT))
+        same(models, decode_of(codes(frames, batch=2, latents=(3, 1)).mT))
     assert calls_of_plans(models[0]) == {"decoder": 2 * 2 * 3}  # samples and columns
     if "Refiner" not in model[0]:  # upstream's tiles of the refiner's videos are as narrow as latents
         same(models, encode_of(pixels(model[2], 3, latents=(3, 1)).mT))

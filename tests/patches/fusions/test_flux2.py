@@ -49,7 +49,8 @@ def pixels(*size):
 @pytest.mark.parametrize("plans", [True, False], ids=["plans", "blocks"])
 @pytest.mark.parametrize("options", [{}, {"decoder_block_out_channels": (12, 8)}], ids=str)
 def test_decode_and_encode(options, plans, monkeypatch):
-    models = cases.twins(flux2_autoencoder(**options), plans=plans)
+    # Without graphs: a call on copies, before a capture, counts as a call of the plan.
+    models = cases.twins(flux2_autoencoder(**options), plans=plans, cuda_graphs=False)
     assert not sdfastgn.report(models[0]).skipped
     calls = decode_of(codes(4, 6)), encode_of(pixels(8, 12))
     expected = [call(models[1]) for call in calls]
