@@ -101,7 +101,7 @@ def planned_and_stock(model):
 
 def planned(model):
     """What ran calls of ``model`` and of the modules in it."""
-    found = [each for module in model.modules() for each in PlannedForward.of(module)]
+    found = [each for module in model.modules() for each in PlannedForward.all_of(module)]
     return [each for each in found if each.calls or each.own]
 
 
