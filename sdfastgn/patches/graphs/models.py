@@ -87,8 +87,6 @@ _DECODERS = {
         256 * 256, scale=16
     ),
 }
-# The methods whose calls become graphs, each once.
-METHODS = tuple(dict.fromkeys(("forward", *(decoder.method for decoder in _DECODERS.values()))))
 # All classes whose calls become graphs: full name -> the arguments that may be numbers. The keys are names,
 # so that diffusers need not be imported. Subclasses get no graphs.
 _GRAPHABLE: dict[str, dict[str, Number]] = {
