@@ -169,7 +169,7 @@ CASES = [
 ]
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("name", "dynamic"), CASES)
 def test_one_graph_and_the_same_results(name: str, dynamic: bool) -> None:
     found = compiled(name, dynamic)
@@ -182,6 +182,7 @@ def test_one_graph_and_the_same_results(name: str, dynamic: bool) -> None:
             assert (gradient - expected[key]).norm() <= 1e-5 * expected[key].norm() + 1e-7, key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "graphs"),
     [pytest.param("group_norm", 2, id="group_norm"), pytest.param("decoder", 1, id="decoder")],
@@ -353,6 +354,7 @@ def test_export_of_a_vae_decoder_saved_and_loaded() -> None:
 # --- compile() methods of modules -----------------------------------------------------------------
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("way", ["compile_repeated_blocks", "compile"])
 def test_compiled_modules_can_be_optimized_and_restored(way: str) -> None:
     """Optimized before its blocks are compiled, and between two calls of a model compiled as a whole."""
@@ -376,6 +378,7 @@ def test_compiled_modules_can_be_optimized_and_restored(way: str) -> None:
         torch.testing.assert_close(call(model, 2, 8), expected, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("eps", "fullgraph"), [(True, True), (np.float32(0.5), False), (torch.tensor(0.5), False)], ids=repr
 )

@@ -121,6 +121,7 @@ def inpainting(pipe: Any, image: Tensor) -> Any:
     return pipe, {"image": image, "mask_image": mask, "height": SIZE, "width": SIZE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [image_to_image, inpainting])
 def test_a_given_image_becomes_another(build: Any) -> None:
     first = load()
@@ -169,6 +170,7 @@ def train_lora(pipe: Any, latents: Tensor, text: Tensor, steps: int = 8) -> list
     return losses
 
 
+@pytest.mark.slow
 def test_a_lora_is_trained_saved_loaded_and_unloaded(tmp_path: Path) -> None:
     pipe = load()
     batch = batch_of(pipe)
@@ -215,6 +217,7 @@ def test_the_folder_is_timed(tmp_path: Path) -> None:
 # --- the script that trained it -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_script_trains_and_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

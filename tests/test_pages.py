@@ -156,6 +156,7 @@ CHECKS = {
 }
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("page", PYTHON_PAGES)
 def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path, capsys, library):
     asked = substitute(monkeypatch)

@@ -166,6 +166,7 @@ def test_what_nobody_waits_for_is_not_drawn(example: types.ModuleType, watched: 
     assert watched.calls == [["a cat"]]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("case", serving_answers.CASES, ids=lambda case: case.name)
 def test_answers_are_those_of_both_servers(
     example: types.ModuleType, watched: Watched, case: serving_answers.Case

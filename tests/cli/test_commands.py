@@ -281,6 +281,7 @@ def test_weights_of_any_pipeline_with_a_unet(tmp_path: Path, monkeypatch: pytest
 # ---- verify
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("wrong", "code", "says"),
     [

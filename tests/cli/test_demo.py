@@ -55,6 +55,7 @@ def test_outside_of_a_checkout_it_says_in_one_line_where_its_pipeline_is(tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_an_installed_package_finds_the_pipeline_of_the_checkout_it_runs_in(tmp_path, monkeypatch):
     monkeypatch.setattr(digits_pipeline, "FOLDER", tmp_path / "installed")
     monkeypatch.chdir(ROOT)
@@ -68,6 +69,7 @@ def broken(pipe):
     pipe.vae.decoder.conv_out.weight.data.mul_(1.1)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("name", "stand_in"), [("restore", lambda pipe: pipe), ("optimize", broken)])
 def test_it_fails_when_images_or_the_restored_pipeline_differ(name, stand_in, tmp_path, monkeypatch):
     monkeypatch.setattr(sdfastgn, name, stand_in)

@@ -36,7 +36,7 @@ class NoKernels:
         return self.launch(*args, **kwargs)
 
 
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(8)
 @each_part
 @interpreted
 def test_a_part_is_right(build, call, monkeypatch):

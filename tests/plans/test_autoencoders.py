@@ -101,7 +101,7 @@ def test_decode_and_encode(model, frames):
     assert calls_of_plans(models[0]) == {"encoder": 2 * batches, "decoder": 2 * batches}
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @each_model
 def test_slices_tiles_and_strided_inputs(model):
     models = twins(model)

@@ -303,7 +303,7 @@ def on_gpu(name, mode):
 MODES = {"flux": True, "sd3": False, "qwen_image": "auto", "z_image": True, "wan": "auto"}
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("name", "mode", "device", "seed", "steps"),
     [

@@ -19,6 +19,7 @@ pytest.importorskip("sklearn")
 TINY = ("--device", "cpu", "--batch-size", "4", "--width", "8", "--steps", "4")
 
 
+@pytest.mark.slow
 def test_both_learn_alike(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(monkeypatch, "train_digits.py", *TINY) == 0
     assert "learns as the stock one does" in capsys.readouterr().out
@@ -44,6 +45,7 @@ class _Scaled(torch.autograd.Function):
         return dy * 0.9
 
 
+@pytest.mark.slow
 def test_wrong_gradients_are_noticed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -396,6 +396,7 @@ _UNMERGED = {
 }
 
 
+@pytest.mark.drawn(2)
 @each_order
 @pytest.mark.parametrize(("config", "options", "reason"), _UNMERGED.values(), ids=_UNMERGED)
 def test_an_adapter_that_is_not_merged_runs_in_stocks_tiles(stock, held, config, options, reason, order):

@@ -280,7 +280,7 @@ def draw_frames(pipe):
     return pipe("a cat", **size, **inputs, generator=torch.Generator().manual_seed(0)).frames
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["optimize enable disable restore", "enable optimize disable restore"])
 def test_animatediff_with_free_noise_and_split_inference(order, on_each_device, launches):
     """Split inference replaces layers by modules that split the tensors that are passed by keyword."""

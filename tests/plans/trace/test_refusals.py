@@ -246,6 +246,7 @@ def test_a_cache_is_emptied_after_a_refused_trace_too():
     assert torch.equal(ones(4), torch.ones(4))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_an_interrupted_trace_leaves_nothing(kind):
     @functools.cache

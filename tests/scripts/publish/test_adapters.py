@@ -45,6 +45,7 @@ def calls() -> dict[str, tuple[torch.Tensor, list[float], float | None]]:
     return dict(zip(NAMES, adapters.measured_calls("tiny", torch.float32, CPU, optimize=False), strict=True))
 
 
+@pytest.mark.slow
 def test_every_change_has_an_effect(calls):
     outputs = [output for output, _, _ in calls.values()]
     same = [name for name, a, b in zip(NAMES[1:], outputs, outputs[1:], strict=False) if torch.equal(a, b)]
@@ -71,6 +72,7 @@ def test_a_shorter_list_of_changes(monkeypatch):
         torch.testing.assert_close(shorter[name][0], shorter["no LoRA"][0])
 
 
+@pytest.mark.slow
 def test_a_transformer_gets_the_changes_of_loras(monkeypatch, tmp_path):
     small_video.shrink(monkeypatch)
     path = tmp_path / "adapters.json"
@@ -99,6 +101,7 @@ def test_stock_makes_fewer_calls_and_ends_with_the_same(monkeypatch, optimize, e
     assert numbers == expected
 
 
+@pytest.mark.slow
 def test_calls_after_changes_before_each_call_are_timed_in_a_pause(monkeypatch):
     backend = TapeBackend()
     monkeypatch.setattr(forward, "backend_of", lambda device: backend)
@@ -117,6 +120,7 @@ def test_calls_after_changes_before_each_call_are_timed_in_a_pause(monkeypatch):
     assert unet.forward.eager - before == {"the model changes too often": 2 + adapters.LATER}
 
 
+@pytest.mark.slow
 def test_a_run_has_a_row_for_each_change(tmp_path):
     path = tmp_path / "adapters.json"
     assert adapters.main(["--model", "tiny", "--device", "cpu", "--json", str(path)]) == 0

@@ -31,6 +31,7 @@ def test_times_of_a_gpu_without_fp8(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.fused_on_cpu
 def test_images_per_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_product, "CALLS", 2)

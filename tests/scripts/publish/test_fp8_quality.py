@@ -41,6 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "FEWEST_ROWS", 32)
 
 
+@pytest.mark.slow
 @pytest.mark.fused_on_cpu
 def test_every_model_and_variant(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "TINY", FEW)
@@ -66,6 +67,7 @@ def pipe() -> Any:
     return load_pipeline("digits", str(digits_pipeline.FOLDER), torch.float32, "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.fused_on_cpu
 def test_what_one_scale_and_large_rows_do(network: Any, pipe: Any, small: None) -> None:
     """Large rows in weights spoil products with one scale, and not those with a scale for each row."""
