@@ -87,7 +87,7 @@ def text_of(patcher: Any, has_run: bool = True) -> str:
     lines = [f"{name}: faster, once its calls repeat. They run as plans"]
     lines += [f"Reason for plans: {why}" for why in untested or report.untested_in(root)]
     for each in comfyui_unet.inspect_plans(root) if untested else planning.inspect(root):
-        if has_run and each.calls:
+        if has_run and (each.plans or each.calls):
             share = each.kernel_bytes / max(each.bytes, 1)
             lines.append(
                 f"{each.path or each.kind}: {each.calls} calls as plans, {share:.0%} in fused kernels"

@@ -33,7 +33,7 @@ from sdfastgn.kernels.common.garbage import without_collections
 from sdfastgn.patches.code.states import MAX_STATES, States, running
 from sdfastgn.patches.fp8.rows import RowWeights
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
-from sdfastgn.patches.graphs.capture import is_idle
+from sdfastgn.patches.graphs.capture import is_idle, on_copies
 from sdfastgn.patches.graphs.lora_scale import LoraScale
 from sdfastgn.patches.graphs.models import numbers_of, reason_without_graphs, switched
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy, count_reason
@@ -132,7 +132,7 @@ class PlannedForward(MethodEntry):
             has none.
 
     Attributes:
-        calls: number of calls whose result came from a plan.
+        calls: number of users' calls whose result came from a plan that ran without a CUDA graph.
         traces: number of traces so far.
         loads: number of plans that came from disk.
         own: reason -> number of calls that ran the model's own code for this reason.
@@ -238,8 +238,9 @@ class PlannedForward(MethodEntry):
                         self._time(made, call)
                     elif not any(made is each for each in self._captured):
                         self._captured.append(made)
-                    self.calls += 1
-                    self._served += 1
+                    if not on_copies.get():
+                        self.calls += 1
+                        self._served += 1
                     result = made.outcome.deliver(results, args, given, call.tensors)
                     plans.state.store(given.get(STATE, {}))
                     scale.end(self.module)

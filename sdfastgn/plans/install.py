@@ -65,7 +65,7 @@ class Planned:
         kind: the name of the module's class.
         is_on: False if the module has no plans now, but gets them from ``optimize``.
         plans: number of plans that exist now.
-        calls: number of calls whose result came from a plan.
+        calls: number of calls whose result came from a plan that ran without a CUDA graph.
         traces: number of traces so far.
         steps: name of a step -> how many of them all plans have.
         kernel_bytes, bytes: bytes that this package's kernels, and all steps, read and write in one run of

@@ -171,17 +171,29 @@ def test_a_table_on_the_cpu_is_never_stale():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_change_after_each_image_makes_no_pause(device):
+@pytest.mark.parametrize(("mode", "calls"), [("auto", (3, 3)), (True, (0, 6))])
+def test_each_call_counts_once(mode, calls, device):
+    """The calls with copies of the arguments, which a capture makes, are not the user's."""
+    pair = Pair(device=device, mode=mode)
+    pair.agree(*range(6))
+    (planned,) = vars(pair.model)["forward"].planned
+    assert (planned.calls, state(pair.model).replays) == calls
+    assert f"plans of {SD3}: 1 alive, {calls[0]} calls" in sdfastgn.report(pair.model).details()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("calls", [SHORT_LIFE, SHORT_LIFE - 1])
+def test_changes_make_pauses_only_if_an_image_has_few_calls(calls, device):
     """Graphs run most of an image's steps, and what they ran counts as use of the plan."""
     pair = Pair(device=device)
     for image in range(4):
         for each in (pair.model, pair.stock):
             each.norm_out.norm.eps = (1 + image) * 1e-6
-        pair.agree(*range(SHORT_LIFE))
+        pair.agree(*range(calls))
     (planned,) = vars(pair.model)["forward"].planned
-    assert planned.traces == 4
-    assert not any("too often" in reason for reason in [*planned.own, *state(pair.model).eager])
-    assert pair.counts[0] == 4
+    reasons = [*planned.own, *state(pair.model).eager]
+    assert any("too often" in reason for reason in reasons) == (calls < SHORT_LIFE)
+    assert (planned.traces, pair.counts[0]) == (4, 4)
 
 
 @pytest.mark.parametrize("device", DEVICES)

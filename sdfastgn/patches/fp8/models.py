@@ -1,14 +1,14 @@
 """Which models have matrix products in E4M3 (``optimize(..., precision="fp8")``), and what changes them.
 
-``fp8_product.py`` explains products. This file gives models their products and takes them away, finds the
+``product.py`` explains products. This file gives models their products and takes them away, finds the
 product of a module, and describes products for the report. It also follows what happens to a model:
 
 - If ``.to()`` or a similar method moves a weight, the weight's copy in E4M3 is freed (``_Moves``). The copy
   is made again once the weight is on the GPU again.
 - ``fuse_lora`` writes through ``.data``. A later ``unload_lora_weights`` puts the layer back into the model.
   This is noticed, and the weight is quantized again (``_put_into``). Other writes that PyTorch does not count
-  are noticed by the weights' contents (``contents.py``).
-- A layer with LoRA adapters runs in E4M3 if the adapters are merged (``merging.py``), with the merged
+  are noticed by the weights' contents (``lora/contents.py``).
+- A layer with LoRA adapters runs in E4M3 if the adapters are merged (``lora/merging.py``), with the merged
   weights; else in the model's dtype.
 - If hooks move the weights in each call (``Products.offloading``), all copies of the model are freed, and its
   products run in the model's dtype.
@@ -29,7 +29,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from sdfastgn.kernels.common import private
-from sdfastgn.patches.fp8.product import Product, ProductCall, Products
+from sdfastgn.patches.fp8.product import Product, ProductCall
+from sdfastgn.patches.fp8.products import Products
 from sdfastgn.patches.fp8.rows import RowWeights
 from sdfastgn.patches.lora.merging import is_merged
 from sdfastgn.patches.lora.wrappers import is_wrapper, wrapped_layer

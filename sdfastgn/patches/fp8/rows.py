@@ -6,7 +6,7 @@ weight that a plan reads. All plans of the model share it, and it is freed with 
 
 The model's parameters are never changed. A weight that was written to, moved or replaced is quantized again
 before the next call or graph. It stays in the same memory if its sizes are the same. Contents are compared
-too, as for other products in FP8 (``product.py``).
+too, as for other products in FP8 (``products.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common import private
 from sdfastgn.kernels.quantize_rows.op import quantize_rows
-from sdfastgn.patches.fp8.product import offloading_of
+from sdfastgn.patches.fp8.products import offloading_of
 from sdfastgn.patches.lora.contents import Contents
 from sdfastgn.patches.lora.merged_weights import is_merged_weight, wait_for, written_now
 

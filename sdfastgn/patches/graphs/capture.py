@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -31,6 +32,8 @@ from sdfastgn.patches.lora.merging import frozen
 
 # PyTorch's id of the memory that belongs to no pool of CUDA graphs.
 _NO_POOL = (0, 0)
+# True inside of a call with copies of a user's arguments, before or in a capture. No user made this call.
+on_copies: ContextVar[bool] = ContextVar("sdfastgn_on_copies", default=False)
 
 
 class AnyGraph(Protocol):
@@ -179,7 +182,7 @@ def capture_call(
         given = list(map(list, lists))
         # Inference mode is turned off here, because inference tensors do not count writes. A caller in
         # inference mode still gets inference tensors, because outputs are copied in the mode of the caller.
-        with torch.inference_mode(False), kind.gradients(), _no_autocast_cache():
+        with torch.inference_mode(False), kind.gradients(), _no_autocast_cache(), _on_copies():
             output = forward(*args, **kwargs)
         left[:] = _put_back(lists, given)
         if structure_of(args, kwargs) != before:
@@ -259,7 +262,17 @@ def _without(module: nn.Module, scratch: frozenset[str]) -> Iterator[None]:
 def run_on_copies(forward: Callable[..., Any], call: Call, backend: Backend) -> None:
     """Call ``forward`` with copies of the arguments of ``call``, and ignore its result."""
     args, kwargs = call.rebuild(_buffers_of(call, backend))
-    forward(*args, **kwargs)
+    with _on_copies():
+        forward(*args, **kwargs)
+
+
+@contextmanager
+def _on_copies() -> Iterator[None]:
+    token = on_copies.set(True)
+    try:
+        yield
+    finally:
+        on_copies.reset(token)
 
 
 def _buffers_of(call: Call, backend: Backend) -> list[Tensor]:

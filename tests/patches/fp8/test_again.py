@@ -12,6 +12,7 @@ from sdfastgn.kernels.common.e4m3 import LARGEST, LEARNED, SCALE, TOTAL, quantiz
 from sdfastgn.kernels.common.e4m3 import MOST as MOST_SEEN
 from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.fp8 import product as fp8_product
+from sdfastgn.patches.fp8 import products as fp8_products
 from sdfastgn.patches.fp8.counts import Counts
 from tests.patches.cases import WHERE, noise
 from tests.patches.fp8.blocks import DIM, call, error, learn, made, state, twins
@@ -31,11 +32,11 @@ def by_graph(monkeypatch):
     """Makes a function that calls a block as its graph would: with the quantizers of graphs."""
 
     def replay(block, seed=0):
-        while fp8.reason_now(block) == fp8_product.REASON:  # the block was called without graphs to learn
+        while fp8.reason_now(block) == fp8_products.REASON:  # the block was called without graphs to learn
             pass
         fp8.refresh(block)
         with monkeypatch.context() as patch:
-            patch.setattr(fp8_product, "_is_capturing", lambda: True)
+            patch.setattr(fp8_product, "is_capturing", lambda: True)
             y = call(block, seed)
         fp8.copy_counts(block)
         return y
@@ -160,7 +161,7 @@ def test_nothing_waits_and_nothing_runs_twice(by_graph, launches, monkeypatch):
         with monkeypatch.context() as patch:
             for name in ("item", "tolist", "__bool__"):
                 patch.setattr(torch.Tensor, name, lambda self: pytest.fail("it waited"))
-            patch.setattr(fp8_product.Products, "compare", lambda self: None)  # it waits for checksums
+            patch.setattr(fp8_products.Products, "compare", lambda self: None)  # it waits for checksums
             patch.setattr(Counts, "arrived", lambda self, waits: pytest.fail("it waited") if waits else [])
             y = run(fused)
         assert [name for name, _, _ in launches] == usual
@@ -170,7 +171,7 @@ def test_nothing_waits_and_nothing_runs_twice(by_graph, launches, monkeypatch):
 def test_with_gradients_and_for_other_models_nothing_is_copied(monkeypatch):
     fused, plain, _ = twins()
     learn(fused)
-    monkeypatch.setattr(fp8_product.Products, "copy_counts", lambda self: pytest.fail("it copied"))
+    monkeypatch.setattr(fp8_products.Products, "copy_counts", lambda self: pytest.fail("it copied"))
     with torch.enable_grad():
         fp8.copy_counts(fused)
     fp8.copy_counts(plain)
@@ -197,7 +198,7 @@ def test_one_call_compares_scales_that_have_grown_much(factor, is_compared, by_g
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # the counts have arrived
     reasons = [fp8.reason_now(fused) for _ in range(3)]
-    assert reasons == [fp8_product.COMPARE_REASON if is_compared else None, None, None]
+    assert reasons == [fp8_products.COMPARE_REASON if is_compared else None, None, None]
     errors = {n: fp8._products[m].error for n, m in fused.named_modules() if m in fp8._products}
     assert error(call(fused), call(plain)) < (MOST if is_compared else 2 * MOST)
     found = {n: fp8._products[m].error for n, m in fused.named_modules() if m in fp8._products}

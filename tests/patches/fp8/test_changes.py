@@ -17,6 +17,7 @@ import sdfastgn
 from sdfastgn.kernels.common.e4m3 import quantized
 from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.fp8 import product as fp8_product
+from sdfastgn.patches.fp8 import products as fp8_products
 from sdfastgn.patches.lora.adapter_survey import AdapterSurvey
 from sdfastgn.patches.lora.merging import merged_layer
 from tests.patches import changes
@@ -49,7 +50,7 @@ def test_products_without_memory_learn_again(no_memory):
     fused, plain, _ = twins()
     with no_memory():
         for _ in range(CALLS + 1):
-            assert fp8.reason_now(fused) == fp8_product.REASON
+            assert fp8.reason_now(fused) == fp8_products.REASON
             assert torch.equal(call(fused), call(plain))
     found = state(fused)
     assert (found.in_e4m3, found.learning, found.short, found.bytes) == (0, 4, 4, 0)
@@ -330,7 +331,7 @@ def test_a_model_that_hooks_move_does_not_learn():
     assert torch.equal(call(fused), call(plain))
     assert (state(fused).learning, state(fused).bytes) == (0, 0)
     unhook(fused)
-    assert fp8.reason_now(fused) == fp8_product.REASON
+    assert fp8.reason_now(fused) == fp8_products.REASON
     learn(fused)
     assert state(fused).in_e4m3 == 4
 

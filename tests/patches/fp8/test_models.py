@@ -10,6 +10,7 @@ import sdfastgn
 from sdfastgn.kernels.common.e4m3 import E4M3
 from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.fp8 import product as fp8_product
+from sdfastgn.patches.fp8 import products as fp8_products
 from tests.patches.cases import WHERE
 from tests.patches.fp8.blocks import CALLS, DIM, call, error, learn, made, state, twins
 
@@ -94,13 +95,13 @@ def test_products_that_begin_late_learn_without_graphs():
     fused, _, _ = twins()
     hook = fused.attn1.to_v.register_forward_hook(lambda m, i, o: None)
     for _ in range(CALLS):
-        assert fp8.reason_now(fused) == fp8_product.REASON
+        assert fp8.reason_now(fused) == fp8_products.REASON
         call(fused)
     assert fp8.reason_now(fused) is None
     assert state(fused).unused == 1
     hook.remove()
     call(fused)
-    assert (state(fused).learning, fp8.reason_now(fused)) == (1, fp8_product.REASON)
+    assert (state(fused).learning, fp8.reason_now(fused)) == (1, fp8_products.REASON)
     learn(fused)
     assert state(fused).in_e4m3 == 4
 

@@ -20,7 +20,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 import sdfastgn
 from sdfastgn.models.architectures import build_unet, unet_inputs
 from sdfastgn.patches.fp8 import models as fp8
-from sdfastgn.patches.fp8 import product as fp8_product
+from sdfastgn.patches.fp8 import products as fp8_products
 from sdfastgn.patches.graphs import capture, install
 from tests.patches import samples
 from tests.patches.graphs.cases import (
@@ -480,10 +480,10 @@ def test_a_call_that_compares_scales_of_fp8_runs_without_a_graph(monkeypatch):
     unet, stock, inputs = make()
     same_results(unet, stock, inputs, 3)
     before, copies = state(unet), []
-    reasons = [fp8_product.COMPARE_REASON, None]
+    reasons = [fp8_products.COMPARE_REASON, None]
     monkeypatch.setattr(fp8, "reason_now", lambda model: reasons.pop(0))
     monkeypatch.setattr(fp8, "copy_counts", copies.append)
     same_results(unet, stock, inputs, 2)
-    assert state(unet).eager[fp8_product.COMPARE_REASON] == 1
+    assert state(unet).eager[fp8_products.COMPARE_REASON] == 1
     assert (state(unet).replays, state(unet).captured) == (before.replays + 1, before.captured)
     assert copies == [unet]  # after the replay only

@@ -15,6 +15,7 @@ from sdfastgn.kernels.common.e4m3 import BEYOND, LEARNED, SCALE
 from sdfastgn.models.architectures import unet_inputs
 from sdfastgn.patches.fp8 import models as fp8
 from sdfastgn.patches.fp8 import product as fp8_product
+from sdfastgn.patches.fp8 import products as fp8_products
 from tests.patches.graphs.cases import built, run, state
 
 # A tape records with a dispatch mode of PyTorch, and products in FP8 do not run inside of one.
@@ -214,7 +215,7 @@ def test_values_beyond_the_range_never_show(change, back, most, learned):
         assert error(run(quick, inputs), expected) < most
         # Nothing runs twice. A scale that has grown much is compared in a call without a graph.
         after = state(quick)
-        compared = after.eager.get(fp8_product.COMPARE_REASON, 0)
+        compared = after.eager.get(fp8_products.COMPARE_REASON, 0)
         assert (after.captured, after.dropped) == (1, 0)
         assert after.replays + compared == before.replays + replays
         assert compared <= 1
@@ -229,7 +230,7 @@ def test_values_beyond_the_range_never_show(change, back, most, learned):
 
 def test_values_beyond_the_range_of_a_scale_that_stays(learned, monkeypatch):
     """Each replay is right by itself, and so is a replay after it with smaller values."""
-    monkeypatch.setattr(fp8_product.Products, "follow_counts", lambda self, waits=False: None)
+    monkeypatch.setattr(fp8_products.Products, "follow_counts", lambda self, waits=False: None)
     quick, plain, inputs = learned(none)
     small = run(quick, inputs)
     for _ in range(2):
@@ -250,7 +251,7 @@ def test_values_beyond_the_range_of_a_scale_that_stays(learned, monkeypatch):
 def test_a_call_does_not_wait_for_the_gpu(learned, monkeypatch):
     quick, _, inputs = learned(none)
     # The check of contents waits for the work before the call.
-    monkeypatch.setattr(fp8_product.Products, "has_same_contents", lambda self: True)
+    monkeypatch.setattr(fp8_products.Products, "has_same_contents", lambda self: True)
     end = torch.cuda.Event()
     torch.cuda.synchronize()
     torch.cuda._sleep(1_000_000_000)  # about 0.5 s

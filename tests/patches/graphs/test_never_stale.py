@@ -371,7 +371,7 @@ def test_an_autoencoder_cast_up_and_down_leaves_the_unet_alone(plans):
     assert decoder.captured == 0
     assert decoder.eager == {"first call of its kind": 12}
     found = [(p.path, p.traces, p.calls) for p in sdfastgn.report(vae).plans if p.is_on]
-    assert found == [("decoder", 1, 12 + 1)] * plans  # one more call found the kernels to compile
+    assert found == [("decoder", 1, 12)] * plans
     assert (state(unet).captured, state(unet).replays) == (1, 11)
 
 
