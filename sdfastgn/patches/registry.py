@@ -35,7 +35,6 @@ _OF_DIFFUSERS = (
     ("fusions.video_up_block", "FUSIONS"),
     ("fusions.upsample_2d", "FUSION"),
     ("fusions.ada_group_norm", "FUSION"),
-    ("fusions.spatial_norm", "FUSION"),
     ("fusions.geglu", "FUSION"),
     ("fusions.conv_norm_out", "FUSION"),
     ("fusions.decoder_slices", "FUSION"),

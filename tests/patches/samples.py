@@ -9,7 +9,7 @@ import torch
 from diffusers.models import AutoencoderKL, AutoencoderTiny, UNet2DConditionModel, UNet2DModel
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
-from diffusers.models.attention_processor import Attention, SpatialNorm
+from diffusers.models.attention_processor import Attention
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.normalization import AdaGroupNorm
 from diffusers.models.resnet import (
@@ -266,12 +266,6 @@ SAMPLES = [
         "ada_group_norm-numpy",
         lambda: AdaGroupNorm(16, 12, np.int64(3), eps=np.float32(0.5)),
         lambda m: m(image(2, 12, 5, 6), _TEMB),
-    ),
-    ("spatial_norm", lambda: SpatialNorm(32, 4), lambda m: m(image(2, 32, 8, 4), image(2, 4, 4, 2))),
-    (
-        "spatial_norm-same-size",
-        lambda: SpatialNorm(32, 4),
-        lambda m: m(image(2, 32, 5, 3), image(2, 4, 5, 3)),
     ),
     (
         "resnet_block_cond_norm",

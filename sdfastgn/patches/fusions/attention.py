@@ -46,11 +46,17 @@ from sdfastgn.patches.layers.packed_weights import (
     pack,
     plain_parameters,
 )
-from sdfastgn.patches.layers.video import is_plain_inference
 from sdfastgn.patches.lora.merging import plain_layer, stand_in_of
 from sdfastgn.patches.lora.trained_adapters import adapted, trained, trained_sources
 from sdfastgn.patches.lora.wrappers import is_wrapper, wrapped_layer
-from sdfastgn.patches.swap.fusion import ClassSwap, dropped_out, drops_nothing, is_unhooked, layer_of
+from sdfastgn.patches.swap.fusion import (
+    ClassSwap,
+    dropped_out,
+    drops_nothing,
+    is_plain_inference,
+    is_unhooked,
+    layer_of,
+)
 from sdfastgn.patches.swap.tested_sources import tested
 
 

@@ -1,20 +1,20 @@
 """diffusers' ``ResnetBlockCondNorm2D``: both norms with their activations, and the sum at the block's end.
 
-Its norms read the time embedding (``AdaGroupNorm``) or the latents (``SpatialNorm``). The kernel of the
-second norm adds the bias of the convolution before it. The kernel of the sum also adds conv2's bias, divides
-by the output scale, and stores the statistics of its result.
+Its norms read the time embedding (``AdaGroupNorm``). The kernel of the second norm adds the bias of the
+convolution before it. The kernel of the sum also adds conv2's bias, divides by the output scale, and stores
+the statistics of its result. Norms that read the latents (``SpatialNorm``) run as in stock. Models with them
+are autoencoders, which run as plans.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from diffusers.models.normalization import AdaGroupNorm
 from diffusers.models.resnet import ResnetBlockCondNorm2D
 from torch import Tensor
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.patches.fusions import ada_group_norm, spatial_norm
+from sdfastgn.patches.fusions import ada_group_norm
 from sdfastgn.patches.layers.convolution import conv_without_bias, pointwise
 from sdfastgn.patches.layers.statistics import add, add_bias
 from sdfastgn.patches.swap.fusion import ClassSwap, activation_reason, dropped_out, layer_of
@@ -44,9 +44,7 @@ class FusedResnetBlockCondNorm2D(ResnetBlockCondNorm2D):
     def _norm_act(self, name: str, x: Tensor, temb: Tensor, bias: Tensor | None) -> Tensor:
         """Computes ``act(norm(x + bias, temb))`` for the norm ``name``, in one kernel if possible."""
         norm, act = layer_of(self, name), layer_of(self, "nonlinearity")
-        is_ada = isinstance(norm, AdaGroupNorm)
-        fused = ada_group_norm.ada_norm_act if is_ada else spatial_norm.spatial_norm_act
-        y = fused(norm, act, x, temb, bias)
+        y = ada_group_norm.ada_norm_act(norm, act, x, temb, bias)
         return act(norm(add_bias(x, bias), temb)) if y is None else y
 
 
@@ -54,10 +52,6 @@ FUSION = ClassSwap(
     "resnet_block_cond_norm",
     ResnetBlockCondNorm2D,
     FusedResnetBlockCondNorm2D,
-    sources=(
-        tested(ResnetBlockCondNorm2D, "__init__", "forward"),
-        ada_group_norm.SOURCE,
-        spatial_norm.SOURCE,
-    ),
+    sources=(tested(ResnetBlockCondNorm2D, "__init__", "forward"), ada_group_norm.SOURCE),
     check=lambda block: activation_reason(block.nonlinearity),
 )

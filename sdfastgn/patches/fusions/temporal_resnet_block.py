@@ -22,8 +22,7 @@ from sdfastgn.patches.layers.convolution import conv_without_bias
 from sdfastgn.patches.layers.group_norm import norm_act
 from sdfastgn.patches.layers.linear import fused_linear
 from sdfastgn.patches.layers.statistics import add_bias, as_video, blend
-from sdfastgn.patches.layers.video import is_plain_inference
-from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked
+from sdfastgn.patches.swap.fusion import ClassSwap, is_plain_inference, is_unhooked
 from sdfastgn.patches.swap.tested_sources import tested
 
 

@@ -32,8 +32,7 @@ from sdfastgn.patches.fusions.transformer_block import layers_of
 from sdfastgn.patches.layers.linear import call_linear
 from sdfastgn.patches.layers.statistics import add, as_video
 from sdfastgn.patches.layers.tokens import add_feed_forward, grouped_norm, is_plain_norm
-from sdfastgn.patches.layers.video import is_plain_inference
-from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked, stock_class
+from sdfastgn.patches.swap.fusion import ClassSwap, is_plain_inference, is_unhooked, stock_class
 from sdfastgn.patches.swap.tested_sources import tested
 
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.private import has_any_global_hook
 from sdfastgn.patches.swap.class_forward import change_class, has_foreign_forward
 from sdfastgn.patches.swap.tested_sources import TestedSource, unknown_source
@@ -213,6 +215,22 @@ def is_unhooked(*modules: nn.Module, except_for: Sequence[Callable[..., Any]] = 
 
 def _has_others(hooks: dict[int, Any], allowed: Sequence[Any]) -> bool:
     return any(hook not in allowed for hook in hooks.values())
+
+
+def is_plain_inference(x: Tensor, dim: int = 5) -> bool:
+    """True if the kernels can run on x: its dtype and device fit, it has ``dim`` axes and is not empty, and
+    gradients, compilers, traces, dispatch modes and autocast are off.
+
+    ``dim`` is 5 for videos (N, C, T, H, W) and 4 for images (N, C, H, W).
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not torch.is_grad_enabled()
+        and dispatch.is_untraced(x, ())
+        and (x.dim(), x.numel() > 0) == (dim, True)
+        and dispatch.has_kernels(x)
+        and not torch.is_autocast_enabled(x.device.type)
+    )
 
 
 def drops_nothing(layer: Any) -> bool:
