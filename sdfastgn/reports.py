@@ -319,7 +319,7 @@ def _plans_paragraphs(plans: Iterable[Planned]) -> list[tuple[str, list[str]]]:
 
 
 def _about_plans(p: Planned) -> tuple[str, str, tuple[str, ...]]:
-    """What the report says about plans of a module: before its name, after it, and in lines of its own."""
+    """What the report says about plans of a module: before its name, after its name, and in lines below."""
     notes = [_calls_text(count, reason) for reason, count in p.own.items()]
     if not p.is_on:
         return "no plans of", "", tuple(notes)

@@ -120,8 +120,8 @@ class Survey:
     Attributes:
         models: name -> what was found, for all components that are models. The name of a model by itself is
             "". A component that occurs twice is listed once, and one that is inside of another one is not.
-        roots: those of ``models`` that have anything to fuse, to capture as CUDA graphs or to plan.
-        adaptable: the other ones that have adapters or can get some.
+        roots: the items of ``models`` with anything to fuse, to capture as CUDA graphs or to plan.
+        adaptable: the other items of ``models`` that have adapters or can get some.
         parts: what was found in components that are no models; empty if ``roots`` is.
     """
 
@@ -139,8 +139,8 @@ class Survey:
 def survey(call: str, obj: Any, options: Options | None = None) -> Survey:
     """Look at ``obj``, a pipeline or a model, and change nothing.
 
-    ``call``: the name of the public function, for the error. ``options``: those of ``optimize``; None: what
-    each model was optimized with.
+    ``call``: the name of the public function, for the error. ``options``: the options of ``optimize``;
+    None for the options with which each model was optimized.
 
     Raises TypeError if ``obj`` is neither a pipeline nor a module.
     """

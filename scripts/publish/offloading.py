@@ -38,7 +38,7 @@ from sdfastgn.models.pipelines import build_tokenizer
 DTYPE = torch.bfloat16
 STEPS = 4
 CALLS = 3
-# The encoder of T5 v1.1 XXL. Of these values, only ``vocab_size`` differs in UMT5 XXL.
+# The encoder of T5 v1.1 XXL. UMT5 XXL has the same values, except for ``vocab_size``.
 _T5 = {
     "vocab_size": 32128,
     "d_model": 4096,

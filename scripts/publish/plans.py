@@ -3,8 +3,8 @@
 python -m scripts.publish.plans --json plans.json --only "VAE decode"
 
 The two models have the same weights, and their calls are interleaved. Neither has CUDA graphs, except for the
-graphs that this script captures. The plans are those of ``optimize`` for a model without fused blocks: the
-model and its children have separate plans.
+graphs that this script captures. ``optimize`` makes the same plans for a model without fused
+blocks: the model and its children have separate plans.
 """
 
 from __future__ import annotations

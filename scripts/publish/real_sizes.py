@@ -152,9 +152,9 @@ def measured(case: Case, device: torch.device) -> SizeRow:
 
 
 def chosen(only: str, part: int | None, cases: Sequence[Case] = CASES) -> list[Case]:
-    """Returns those of ``cases`` whose names match the regular expression ``only``.
+    """Returns the ``cases`` whose names match the regular expression ``only``.
 
-    ``part``: a number from 1 to ``RUNS`` selects every ``RUNS``-th of these cases; None selects all.
+    ``part``: a number from 1 to ``RUNS`` selects every ``RUNS``-th of them; None selects all.
     """
     found = [case for case in cases if re.search(only, case.name)]
     return found if part is None else found[part - 1 :: RUNS]

@@ -49,7 +49,7 @@ STEPS_AT_NEW_SIZE = 4
 # The runs in their order: (name of the row, True if the pipeline is optimized). They share the folder of
 # Triton's cache, which is empty at the start. The second run fills it for the third.
 WAYS = (("eager", False), ("sdfastgn, cold cache", True), ("sdfastgn, warm cache", True))
-# The name of the row of the run with an archive, which has an empty cache of its own.
+# The name of the row of the run with an archive, which begins with a separate, empty cache.
 WITH_ARCHIVE = "sdfastgn, cold cache, compiled kernels"
 
 

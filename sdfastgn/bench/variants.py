@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # the command line's help lists the variants, and must not wa
 
 # The parts of a pipeline that can be timed.
 PARTS = ("unet", "vae", "pipeline", "train")
-# And those of single networks.
+# These parts, and a transformer.
 EVERY_PART = (*PARTS, "transformer")
 # Names of the components of a pipeline that torch.compile compiles, and that the variant "channels_last"
 # converts. "" stands for a module that is timed without a pipeline.
@@ -144,7 +144,7 @@ def _knows_scales(target: Any) -> bool:
     """True if no matrix product of ``target`` still learns the FP8 scale of its input.
 
     A product learns during its first calls, and computes in the model's dtype then. So until it knows its
-    scale, a call's output and time are not those of FP8.
+    scale, a call shows neither the output nor the time of FP8.
     """
     import sdfastgn
 

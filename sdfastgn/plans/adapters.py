@@ -2,7 +2,7 @@
 
 Merged weights (``patches/lora``) have memory of their own, which a plan reads like that of parameters. Before
 a plan runs, an ``AdapterSurvey`` writes new weights into this memory if adapters or scales have changed.
-While the GPU works, it compares all else from which they are computed, as for CUDA graphs.
+While the GPU works, it compares everything else from which they are computed, as for CUDA graphs.
 """
 
 from __future__ import annotations

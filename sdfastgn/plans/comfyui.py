@@ -98,7 +98,7 @@ def text_of(patcher: Any, has_run: bool = True) -> str:
 
 
 def _untested_unet(patcher: Any) -> list[Untested]:
-    """Why the calls of a UNet run as plans; empty if they do not. Those with code of other nodes do not."""
+    """Why the calls of a UNet run as plans; empty if they do not. Calls with code of other nodes do not."""
     options = patcher.model_options.get("transformer_options", {})
     return comfyui_unet.untested_in(root_of(patcher)) if has_no_patches(options) else []
 

@@ -122,7 +122,7 @@ PLANNED = ClassSwap("comfyui_planned_unet", UNetModel, PlannedUNetModel, check=_
 
 
 def untested_in(root: nn.Module) -> list[Untested]:
-    """The untested code because of which ``root``, a ``UNetModel``, gets plans. Empty if it gets none."""
+    """The untested code that gives ``root``, a ``UNetModel``, plans. Empty if it gets no plans."""
     if stock_class(root) is not UNetModel or PLANNED.reason_to_skip(root) is not None:
         return []
     own = unknown_source(*graphs.UNET.sources)

@@ -188,7 +188,7 @@ class PlannedForward(MethodEntry):
         return self.trusted, self.replaces_entry, self.method, None, self.verifies
 
     def set_options(self, trusted: frozenset[str], verifies: bool, weights: RowWeights | None) -> None:
-        """Drop all plans, and make others with these options. Nothing changes if these have the same."""
+        """Drop all plans, and make later ones with these options. Does nothing if the options are equal."""
         if (self.trusted, self.verifies, self.weights) != (trusted, verifies, weights):
             with self._lock:
                 self.clear()
@@ -262,7 +262,7 @@ class PlannedForward(MethodEntry):
         self._served += 1
 
     def _time(self, made: Made, call: Call) -> None:
-        """Note whether the GPU was done before Python. Not for the call that made the plan, which is slow."""
+        """Note whether the GPU was done before Python, except in the slow call that made the plan."""
         if self._is_timed and made.last_use and made.idle < _IDLE_CALLS:
             made.idle = made.idle + 1 if is_idle(call.device) else 0  # type: ignore[arg-type]
 
@@ -283,7 +283,7 @@ class PlannedForward(MethodEntry):
             made = made.unmasked.get(made.masks.seen(lengths))
         if made is None or not made.plan.is_current():
             raise Unsupported("it had no plan yet")
-        if len(set(map(id, call.tensors))) < len(call.tensors):  # a graph has memory for each of them
+        if len(set(map(id, call.tensors))) < len(call.tensors):  # a graph has a copy of each
             raise Unsupported("a tensor occurs twice in its arguments")
         if made.plan.copies_from_cpu:
             raise Unsupported("its plan copies tensors from the CPU")
@@ -293,13 +293,13 @@ class PlannedForward(MethodEntry):
             raise Unsupported("the model has changed")
 
     def lengths(self, call: Call) -> Lengths | None:
-        """What the masks of attention show in a call. Graphs of calls where it differs are different ones."""
+        """How many keys the masks of attention show in a call. If this differs, so does the call's graph."""
         made = self._with_masks(call)
         return None if made is None else self._lengths_of(made, call)
 
     @contextmanager
     def knowing(self, call: Call) -> Iterator[None]:
-        """A context for a capture of ``call``, which runs with copies of its tensors: masks show the same."""
+        """A context for a capture of ``call`` with copies of its tensors. The masks count as the call's."""
         made = self._with_masks(call)
         known = None
         if made is not None and made.masks is not None:
@@ -334,7 +334,7 @@ class PlannedForward(MethodEntry):
 
     @contextmanager
     def _filling(self, module: nn.Module, call: Call, plans: Plans) -> Iterator[None]:
-        """A context for the first call of a kind, which may fill tables: that is no change of the model."""
+        """A context for the first call of a kind. It may fill tables, which does not count as a change."""
         with _alone():
             yield
         with self._lock:
@@ -347,7 +347,7 @@ class PlannedForward(MethodEntry):
             self._by_state.clear()
 
     def moved(self) -> None:
-        """Let go of weights that were moved away, and free their copies in E4M3. The plans stay."""
+        """Release the weights, because some were moved, and free copies in E4M3. The plans stay."""
         for plans in list(self._by_state.values()):
             for made in list(plans.made.values()):
                 for each in made.all():
@@ -385,7 +385,7 @@ class PlannedForward(MethodEntry):
                 return _Found(plans, fitting, call, given, scale, factor, numbers)
 
     def _lengths_of(self, made: Made, call: Call, looks: int | None = None) -> Lengths | None:
-        """What the masks of the call show. None if all are needed, or if other code captures the call.
+        """How many keys the masks of the call show. None if all are needed, or if other code captures it.
 
         ``looks``: as in ``Masks.lengths``. None for the usual number (``_LOOKS``).
         """
@@ -410,7 +410,7 @@ class PlannedForward(MethodEntry):
         numbers: Sequence[Tensor],
         factor: float,
     ) -> Made:
-        """The plan for what the masks of the call show. Raises Unsupported or Untraceable."""
+        """The plan without the masks that the call does not need. Raises Unsupported or Untraceable."""
         if lengths is None or made.masks is None:
             return made
         seen = made.masks.seen(lengths)
@@ -465,7 +465,7 @@ class PlannedForward(MethodEntry):
         return plans
 
     def _check_guard(self, module: nn.Module, plans: Plans) -> None:
-        """Raise Unsupported if the module has a reason to have no plans."""
+        """Raise Unsupported, with the guard's reason, if no plans can be made for the module."""
         if plans.guard.reason is not None:
             if plans.guard.same():
                 self._plan_inside(module, plans)
@@ -625,7 +625,7 @@ class PlannedForward(MethodEntry):
         compile_ahead(made.plan, call)
 
     def _plan_inside(self, module: nn.Module, plans: Plans) -> None:
-        """Give modules in ``module`` plans, because a call of it has none. Once in a state of the model."""
+        """Give modules in ``module`` plans, because a call of it has none. Does this once for ``plans``."""
         with self._lock:
             if plans.is_planned_inside or self._is_captured:
                 return
@@ -634,7 +634,7 @@ class PlannedForward(MethodEntry):
             plan_inside(module, lambda m, has: PlannedForward(m, self.trusted, has, **options))
 
     def _new(self, module: nn.Module, call: Call, key: Any, plans: Plans) -> tuple[Made, Saved]:
-        """A plan from disk, or of a new trace, and its file."""
+        """A plan, loaded from its file or made from a new trace, and the file."""
         copy_of = None if self.weights is None else self.weights.copy_of
         quantized = set() if self.weights is None else self.weights.layers()
         paths = tuple(path for path, layer in module.named_modules() if layer in quantized)
@@ -670,7 +670,7 @@ class PlannedForward(MethodEntry):
         factor: float,
         numbers: Sequence[Tensor] = (),
     ) -> None:
-        """Raise Untraceable if ``_verify`` does. Then such calls have no plan."""
+        """Call ``_verify``. If it raises Untraceable, raise that, and give calls of this kind no plan."""
         try:
             with scaled(factor):
                 self._verify(module, call, made, plans.state, numbers)
@@ -722,7 +722,7 @@ def _is_capturing(device: torch.device | None) -> bool:
 
 
 def _made_meanwhile(found: Made | None, call: Call) -> Made | None:
-    """``found``, which another thread has made. Raises Unsupported if there is none, and can be none now."""
+    """``found``, if another thread has made it; else None. Raises Unsupported if none can be made now."""
     if found is None and _is_capturing(call.device):
         raise Unsupported("other code captures it before it has a plan")
     return found

@@ -119,7 +119,7 @@ class Kind:
 
 
 def kind_of(modules: Sequence[nn.Module], findings: Iterable[patcher.Finding]) -> Kind:
-    """The ``Kind`` of a model. ``modules``: the model and all modules in it. ``findings``: those about it."""
+    """The ``Kind`` of a model. ``modules``: the model and all modules in it. ``findings``: about them."""
     findings = tuple(findings)
     is_transformer = _is_transformer(modules)
     gains = (is_transformer or is_convolutional(modules)) and not _is_faster_fused(modules, findings)
@@ -187,7 +187,7 @@ def _blocks(findings: Iterable[patcher.Finding]) -> list[patcher.Finding]:
 
 
 def _is_faster_fused(modules: Sequence[nn.Module], findings: Sequence[patcher.Finding]) -> bool:
-    """True if a model of ``modules`` is faster by its fused blocks. ``findings``: those about it."""
+    """True if fused blocks make a model of ``modules`` faster than plans. ``findings``: about its modules."""
     is_outside_unets = not _takes_time(modules[0]) and any(
         finding.fusion.name in _OUTSIDE_UNETS for finding in findings
     )
@@ -205,7 +205,7 @@ def _has_most_weights(modules: Sequence[nn.Module], kinds: tuple[type[nn.Module]
 
 
 def _weights(modules: Iterable[nn.Module], kinds: tuple[type[nn.Module], ...]) -> dict[nn.Module, Tensor]:
-    """Layer -> its weight, for those of ``modules`` that are layers of ``kinds`` and have one."""
+    """Layer -> its weight, for each layer of ``kinds`` in ``modules`` that has a weight."""
     found = {m: getattr(m, "weight", None) for m in modules if isinstance(m, kinds)}
     return {m: weight for m, weight in found.items() if isinstance(weight, Tensor)}
 
@@ -291,7 +291,7 @@ def install(
     if not has_plans and not (can_have and not in_graphs and kind.is_called_each_step):
         remove(root)
         return
-    for module in root.modules():  # also those that have plans because of a boundary
+    for module in root.modules():  # also modules with plans because of a boundary (``inside.py``)
         if (planned := PlannedForward.of(module)) is None:
             continue
         planned.set_options(trusted, verifies, weights)
@@ -312,7 +312,7 @@ def install(
 
 
 def _set_planners(root: nn.Module, maker: Maker | None, kind: Kind, is_transformer: bool) -> set[nn.Module]:
-    """Do ``_set_planner`` for all graphs in ``root``. Returns the modules that have no plans beside these."""
+    """Do ``_set_planner`` for all graphs in ``root``. Returns the modules that must get no other plans."""
     found: set[nn.Module] = set()
     for _, module in outermost(root):
         is_required = is_transformer and module is root

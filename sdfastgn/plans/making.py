@@ -38,7 +38,7 @@ def trace_call(
 ) -> tuple[Traced, Outcome]:
     """Trace the method ``method`` of the model's class. Returns also what the call leaves besides tensors.
 
-    ``call``: its arguments, and the values of ``state``. ``adapters``: those of the model, None if it has
+    ``call``: the arguments, and the values of ``state``. ``adapters``: the model's adapters, None if it has
     none. Raises Untraceable.
     """
     layers = {} if adapters is None else adapters.layers
@@ -139,7 +139,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 def most_difference(plan: Plan, dtype: torch.dtype) -> float:
-    """The largest difference that rounding may explain: 16 units of it, and 1e-4 for wider dtypes."""
+    """The largest difference that rounding may explain: 16 eps of ``dtype``, but at least 1e-4."""
     if plan.copies:
         return _MOST_IN_E4M3
     return max(1e-4, 16 * torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0

@@ -47,7 +47,7 @@ class _Content:
 
     Attributes:
         looks: how often they were looked up.
-        lengths: what was found. None if it was not asked yet, or if all masks are needed.
+        lengths: what was found. None if the keys were not counted yet, or if all masks are needed.
     """
 
     def __init__(self, tensors: Sequence[Tensor], state: Any) -> None:
@@ -62,7 +62,7 @@ class _Content:
 
 
 class Masks:
-    """The masks of attention in ``plan`` that depend on arguments of the call alone. Threads may share it."""
+    """The masks of attention in ``plan`` that depend only on arguments of the call. Threads may share it."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -70,7 +70,7 @@ class Masks:
         self._masks = masks_of(plan.graph, self._inputs, self._constants)
         read = {s for sources in self._masks.values() for s in sources}
         self._places = [i for i, n in enumerate(self._inputs) if n in read]
-        self._contents: list[_Content] = []  # the last one that was looked up is the last
+        self._contents: list[_Content] = []  # in the order of their last look-up
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -79,9 +79,10 @@ class Masks:
     def lengths(self, tensors: Sequence[Any], looks: int = 0) -> Lengths | None:
         """How many keys each mask shows for a call with these ``tensors``. None if all masks are needed.
 
-        They count as needed until the same tensors, unwritten, were looked up ``looks`` times. Tensors that
-        are new in each call are never asked. Nor are inference tensors, which do not count their writes.
-        ``looks``: 0 if this is no look, and returns only what was found before.
+        All masks count as needed until the same tensors, unchanged, were looked up ``looks`` times. So the
+        keys are not counted for tensors that are new in each call. Inference tensors never count as the
+        same, because they do not count their writes.
+        ``looks``: 0 only returns what was found before.
         """
         given = [tensors[i] for i in self._places]
         if not all(isinstance(t, Tensor) and not t.is_inference() for t in given):

@@ -36,7 +36,7 @@ class _Made(NamedTuple):
 
 
 class _Container(NamedTuple):
-    """Stands for the list or dict with the index ``place`` among those of the arguments."""
+    """Stands for the list or dict with the index ``place`` among the lists and dicts of the arguments."""
 
     place: int
 

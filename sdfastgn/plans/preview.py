@@ -83,7 +83,7 @@ class _Planned:
     def __init__(self, path: str, module: nn.Module) -> None:
         self.report = CallPlan(path, type(module).__name__)
         self._outcome: Outcome | None = None
-        self._results: list[dict[str, Any]] = []  # the ``meta`` of their nodes
+        self._results: list[dict[str, Any]] = []  # for each result, the ``meta`` of its node
 
     def make(self, module: nn.Module, call: Call, state: State, gpu_kind: str) -> None:
         """Make the plan. Raises Untraceable."""

@@ -1,4 +1,4 @@
-"""Markdown table of all fusions, from the first sentence of the file of each."""
+"""Markdown table of all fusions. A row has the first paragraph of a file's docstring."""
 
 from __future__ import annotations
 

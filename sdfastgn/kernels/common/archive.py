@@ -6,8 +6,8 @@ source. ``load`` compares these with this machine before it adds any kernel.
 
 In Triton's cache, the name of a kernel is a hash of its source, its constants, its options, and of Triton's
 own files. Triton never launches a kernel that does not fit. Triton's files differ between versions of Python,
-and the kernels do not. So the manifest has the other hashes, and ``load`` computes the name with the files of
-this Triton. An archive can be used with any Python.
+and the kernels do not. So the manifest has the hashes of everything but Triton's files, and ``load`` computes
+the name with the files of this Triton. An archive can be used with any Python.
 
 The archive has no code for the CPU: Triton builds its launchers (up to Triton 3.6 one for each signature)
 with the C compiler of the machine on which they run.
@@ -209,7 +209,7 @@ def is_of_these_kernels(path: Path) -> bool:
 
 
 def add_archives(device: torch.device) -> None:
-    """Load the archive that ``VARIABLE`` names, else that of ``PACKAGE``, once for each device.
+    """Load an archive, once for each device: the file that ``VARIABLE`` names, else one of ``PACKAGE``.
 
     Does nothing if there is none. If the archive cannot be used, this only warns, and kernels are compiled
     as usual. So a program with an archive also runs on GPUs for which the archive was not made.

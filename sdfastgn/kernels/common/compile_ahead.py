@@ -110,7 +110,7 @@ def _prepare(device: torch.device) -> None:
     # An error is ignored here: the first launch of a kernel raises it again.
     with contextlib.suppress(Exception), torch.cuda.device(device):
         # ``warmup`` compiles the kernel, but does not load it on the device. When this thread also loaded it,
-        # PyTorch's attention in another thread had to wait for one second (on an H100's host).
+        # PyTorch's attention in another thread had to wait for it: for one second, with an H100.
         nothing.warmup(torch.float32, grid=(1,))
 
 

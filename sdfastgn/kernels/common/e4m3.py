@@ -35,7 +35,7 @@ LARGEST = 448.0
 # - of the present call: the number of values beyond the range of the learned scale, with NaN and infinities;
 #   the largest magnitude of the finite ones, divided by the learned scale; and the number of programs that
 #   have retried. Between two calls the three are 0;
-# - of all calls: the same number of values, and the same largest magnitude.
+# - of all calls so far: the number of values beyond the range, and the largest magnitude, as above.
 SCALE, LEARNED, INVERSE, BEYOND, AMAX, RETRIED, TOTAL, MOST = range(8)
 NUMBERS = 8
 # Maximum number of programs of a retry. Most retries end at once, and more programs would take longer to

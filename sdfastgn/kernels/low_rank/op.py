@@ -72,11 +72,11 @@ class Sum(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """What the kernel needs to know of one weight (``matrix_of``).
+    """What the kernel needs to know of one weight. ``matrix_of`` makes it.
 
     Attributes:
         row: the first five numbers of its row in the table ``matrices`` (see ``low_rank/kernels.py``).
-        device, dtype: those of the weight.
+        device, dtype: of the weight.
         is_last: True if the weight is a channels-last convolution. Then the input channel is the inner index
             of a column, else the outer index (``low_rank/kernels.py`` explains both).
     """
@@ -88,9 +88,9 @@ class Matrix(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """What the kernel needs to know of one pair of factors (``pair_of``).
+    """What the kernel needs to know of a and b of one ``Factors``. ``pair_of`` makes it.
 
-    ``row``: its row in the table ``factors`` (see ``low_rank/kernels.py``). ``dtypes``: those of a and b.
+    ``row``: its row in the table ``factors`` (see ``low_rank/kernels.py``). ``dtypes``: of a and b.
     """
 
     row: tuple[int, ...]

@@ -30,8 +30,7 @@ from sdfastgn.kernels.common.private import sleep, switches
 from sdfastgn.kernels.product.cublaslt import Algorithm, Refused, Shape, algorithms, multiply
 from sdfastgn.kernels.product.e4m3 import row_scaled_product, scaled_product
 
-# An algorithm is chosen only for products of these dtypes, and for products of E4M3 tensors. PyTorch computes
-# all others.
+# An algorithm is chosen only for products in these dtypes and in E4M3. PyTorch computes all others.
 _DTYPES = (torch.float16, torch.bfloat16)
 # Minimum number of rows of x. For fewer rows, choosing an algorithm took more time than it saved.
 _FEWEST_ROWS = 1024
@@ -43,7 +42,7 @@ _MOST_ELEMENTS = 2**26
 _ALIGNMENT = 256
 # Number of launches of an algorithm in each round of timing. Their mean time is the result of the round.
 _LAUNCHES = 5
-# Maximum number of rounds of timing of an algorithm. The algorithm's time is that of its fastest round.
+# Maximum number of rounds of timing of an algorithm. The algorithm's time is the time of its fastest round.
 _ROUNDS = 3
 # Number of clock cycles (0.2 ms) that the GPU sleeps before each round. Meanwhile the CPU queues the launches
 # of the round, so that the GPU then runs them without gaps.

@@ -31,7 +31,7 @@ _allocations: dict[int, StorageWeakRef] = {}
 
 
 def pack(*rows: Sequence[Tensor]) -> StorageWeakRef | None:
-    """Moves the parameters in ``rows`` into one allocation, those of each row side by side.
+    """Moves the parameters in ``rows`` into one allocation. The parameters of a row lie side by side.
 
     The parameters keep their values and strides, and stay the same objects. No parameter is moved if one of
     them is quantized or offloaded, or shares its storage (tied weights, a state_dict that other code keeps),
@@ -92,7 +92,7 @@ def span(allocation: torch.UntypedStorage, parts: Sequence[Tensor]) -> Tensor | 
 
 
 def unpack(parameters: Iterable[Tensor]) -> None:
-    """Undoes ``pack``: each of the parameters that is in an allocation gets memory of its own again."""
+    """Undoes ``pack``: each of the parameters that is in an allocation gets separate memory again."""
     found = list(parameters)
     with torch.inference_mode(False), torch.no_grad():
         for parameter, is_in in zip(found, are_packed(found), strict=True):

@@ -86,7 +86,7 @@ def stop_checking(modules: Iterable[nn.Module]) -> None:
 
 
 def entrances(root: nn.Module) -> Iterator[nn.Module]:
-    """``root`` and its children, those in lists and dicts of modules included."""
+    """``root`` and its children. For a ModuleList or ModuleDict, the modules in it."""
     yield root
     children = list(root.children())
     for child in children:

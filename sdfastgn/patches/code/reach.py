@@ -25,7 +25,7 @@ MISSING: Any = object()
 # Methods that run in each call of a module, although no code names them.
 _CALL = "__call__"
 _CALLS = frozenset((_CALL, "_wrapped_call_impl", "_call_impl", "forward"))
-# The packages whose code is read. Those of the classes in a model are added.
+# The packages whose code is read, in addition to the packages of the classes in a model.
 _READ = frozenset(("diffusers", "transformers", "peft", "accelerate", "comfy"))
 # The parts of PyTorch whose Python code computes results. Their code is read too.
 _READ_OF_TORCH = ("torch.nn.modules.", "torch.nn.functional")
@@ -100,7 +100,7 @@ class Reach:
         return package_of(module) in self._packages or str(module).startswith(_READ_OF_TORCH)
 
     def compared(self) -> list[Entry]:
-        """The entries that must stay as they are: all but globals that the code itself sets, as a counter."""
+        """The entries that must stay as they are: all but globals that the code sets, such as counters."""
         return [e for e in list(self.entries.values()) if (id(e.holder), e.name) not in self._stored]
 
     def forget(self, entries: Iterable[Entry]) -> None:

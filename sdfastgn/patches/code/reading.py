@@ -22,7 +22,7 @@ _NEUTRAL = frozenset(("PUSH_NULL", "CACHE", "EXTENDED_ARG", "NOP", "PRECALL"))
 
 
 class Item(NamedTuple):
-    """A part of a chain: the entry ``key`` of a dict, as in ``["up"]``."""
+    """The entry ``key`` of a dict, such as ``["up"]``, as a part of a chain (``Names.chains``)."""
 
     key: Any
 
@@ -32,7 +32,7 @@ class Names(NamedTuple):
 
     Attributes:
         chains: a global or a variable of a closure, and what is read from it, as in ``("F", "interpolate")``.
-        attributes: all names of attributes, of any object.
+        attributes: the names of all attributes that it reads, of any object.
         stored: the globals and the variables of closures that it sets, such as counters.
     """
 

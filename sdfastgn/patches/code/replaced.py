@@ -56,7 +56,7 @@ def ignored(changed: Iterable[Entry]) -> list[str]:
 
 
 def is_counter(entry: Entry) -> bool:
-    """True if ``entry`` is data that functions of its own Python module set: a counter, a flag, a cache."""
+    """True if ``entry`` is a counter, flag or cache: data that functions of the same Python module set."""
     values = entry.value, entry.namespace.get(entry.name, MISSING)
     is_data = not any(_is_callable(value) for value in values if value is not MISSING)
     return (

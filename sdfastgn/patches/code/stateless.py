@@ -5,8 +5,8 @@ and lives longer than a call, or if it asks for random numbers or the time. Noth
 
 Lists, dicts and sets that live longer than a call may be tables of constants, or caches. So their items are
 compared: a ``CodeState`` notices when they change, and undoes what a trace changes. It also notices when a
-global that such code reads gets another value. Those in attributes of
-modules do not count, because a ``Watch`` compares them.
+global that such code reads gets another value. Containers in
+attributes of modules are not compared here, because a ``Watch`` compares them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _WRITERS = frozenset(("setattr", "delattr", "globals", "exec", "eval"))
 _CHANGING = frozenset(
     ("random", "time", "datetime", "os", "posix", "nt", "secrets", "uuid", "threading", "_thread")
 )
-# Packages of functions on arrays and of texts, besides those of the caller. Their code keeps nothing that
-# changes a result.
+# Packages that may run in addition to the caller's. They compute on arrays, types and texts, and keep
+# nothing that changes a result.
 _STATELESS = frozenset(("einops", "numpy", "packaging", "torchvision", "typing_extensions"))
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 # A container with more items is no table of constants, and takes long to compare.

@@ -65,7 +65,7 @@ class _State:
 class States:
     """The states in which the code of calls of ``root`` was seen. ``root`` is not kept alive.
 
-    A state is named by its index. ``MAX_STATES`` stands for each state after the first four.
+    A state is named by its index. All states after the first four have the index ``MAX_STATES``.
 
     Attributes:
         are_too_many: True if there were more than four states.

@@ -39,7 +39,7 @@ class Counts:
         self._written.append((product, quantizer, _stream_of(quantizer)))
 
     def copy_noted(self) -> None:
-        """Start to copy the quantizers of ``note`` that were used in the current stream."""
+        """Start a copy to the CPU of the quantizers that ``note`` got in the current stream."""
         noted, self._written = self._written, []
         # Work in another stream may not be done yet.
         own = [(product, tensor) for product, tensor, stream in noted if stream == _stream_of(tensor)]
@@ -48,7 +48,7 @@ class Counts:
             self.copy(products, torch.stack(quantizers), is_noted=True)
 
     def copy(self, products: Sequence[Product], quantizers: Tensor, *, is_noted: bool = False) -> None:
-        """Start to copy ``quantizers``, one row for each product. Does nothing if a copy is under way."""
+        """Start a copy of ``quantizers``, a row for each product, to the CPU, unless one is under way."""
         if self._copying is not None:
             return
         with torch.inference_mode(False), torch.no_grad():

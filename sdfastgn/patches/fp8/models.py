@@ -173,7 +173,7 @@ def allow(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]])
 
 
 def _set(model: nn.Module, own: Products, owners: Iterable[nn.Module]) -> None:
-    """Enter ``own`` as the products of ``model``. ``owners``: their owners, whose moves are followed."""
+    """Enter ``own`` as the products of ``model``. Follows the moves of ``owners``, the products' owners."""
     global _hook
     if _hook is None:
         _hook = register_module_module_registration_hook(_put_into)
@@ -201,7 +201,7 @@ def kept_in(modules: Iterable[nn.Module]) -> dict[nn.Module, Kept]:
 
 
 def has_kept(model: nn.Module, kept: Kept | None) -> bool:
-    """True if the products of ``model`` are those of ``kept``; if that is None, True if it has none."""
+    """True if ``model`` has the products in ``kept``. If ``kept`` is None: True if ``model`` has none."""
     return _models.get(model) is (None if kept is None else kept.own)
 
 
@@ -323,7 +323,7 @@ def generation(model: nn.Module) -> int:
 
 
 def compare(model: nn.Module) -> None:
-    """Compare the contents of the weights of ``model``. If they changed, ``is_outdated`` is True."""
+    """Compare the contents of the weights of ``model``. After a change ``is_outdated`` is True."""
     own = _models.get(model)
     if own is not None:
         own.compare()
@@ -352,7 +352,7 @@ def is_outdated(model: nn.Module) -> bool:
 
 
 def refresh(model: nn.Module) -> None:
-    """Bring all that graphs of ``model`` read up to date, in the current stream (``Products.refresh``)."""
+    """Update everything that graphs of ``model`` read, in the current stream (``Products.refresh``)."""
     _models[model].refresh()
 
 

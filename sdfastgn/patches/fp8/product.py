@@ -150,7 +150,7 @@ class Product:
         )
 
     def is_of(self, weights: Sequence[Tensor]) -> bool:
-        """True if this is the product of ``weights``. It is brought up to date first."""
+        """True if this is the product of ``weights``. If its copy is outdated, it is written again first."""
         known, model = self.weights, self.model()
         if model is not None:
             model.enter(self)
@@ -277,9 +277,9 @@ class Product:
     def follow_count(self, numbers: Sequence[float]) -> None:
         """If values were beyond the range, learn again: let the scale grow, so that it covers them.
 
-        ``numbers``: those of a quantizer, after a call.
+        ``numbers``: the numbers of a quantizer after a call.
         """
-        is_present = numbers[LEARNED] == self._learned * self.growth  # another one was replaced meanwhile
+        is_present = numbers[LEARNED] == self._learned * self.growth  # else the quantizer was replaced
         if not (self.is_on and is_present and numbers[MOST] > LARGEST):
             return
         self._grow(self.growth * 2 ** math.ceil(math.log2(HEADROOM * numbers[MOST] / LARGEST)))

@@ -48,8 +48,8 @@ class Products:
         counts: what calls have counted beyond the range.
 
     Args:
-        hooked: the modules to search for hooks that move weights in each call. If any module of the model has
-            such a hook, one of these has one.
+        hooked: the modules to search for hooks that move weights in each call. They include at least one
+            such module if the model has any.
     """
 
     def __init__(self, hooked: Sequence[nn.Module]) -> None:
@@ -91,7 +91,7 @@ class Products:
     def reason_now(self) -> str | None:
         """Why the model cannot run as a graph now; None if it can. Counts the call: call it once for each."""
         if self.offloading():
-            return None  # products do not learn; hooks are a reason of their own
+            return None  # products do not learn; the hooks are a separate reason
         # A product that was left out of some calls learns in further calls, but at most in as many again.
         calls = fp8_product.CALLS
         if calls <= self.calls < 2 * calls and not any(p.is_learning for p in self.products):
@@ -120,21 +120,22 @@ class Products:
         self._is_stale = True
 
     def enter(self, product: Product) -> None:
-        """Call this before ``product`` runs. If a call of the model begins with it, compare contents."""
+        """Call this before ``product`` runs. Compares contents if a call of the model begins with it."""
         if self._began.begins(product) and not fp8_product.is_capturing():
             self.compare()
             self.follow_counts()
             self.counts.copy_noted()
 
     def compare(self) -> None:
-        """If other code has written into weights, their copies are outdated from now on."""
+        """Mark the copies of all weights as outdated if other code has written into a weight."""
         if self._contents is not None and not self._contents.are_same(self._compared_now()):
             self._touch()
 
     def note(self, product: Product, weights: Sequence[Tensor]) -> None:
         """Call this before a copy of ``weights`` is made for ``product``.
 
-        If the contents of the weights are unknown, take the present ones, and all other copies are outdated.
+        If the former contents of the weights are unknown, record the present contents, and mark the copies of
+        all other products as outdated.
         """
         sources = self._sources(product, weights)
         if sources and (self._contents is None or not self._contents.are_of(sources)):
@@ -178,7 +179,7 @@ class Products:
     def _sources(self, product: Product | None = None, weights: Sequence[Tensor] = ()) -> list[Tensor]:
         """The weights on the GPU whose contents other code may have changed.
 
-        ``weights``: those of ``product``, if it has not stored them yet.
+        ``weights``: the weights of ``product``, if it has not stored them yet.
         """
         return [
             weight
@@ -192,7 +193,7 @@ class Products:
         return self._is_stale or self._versions_now() != self._versions
 
     def refresh(self) -> None:
-        """Bring all that graphs read up to date: weights that were written to, scales and counters.
+        """Update everything that graphs read: weights that were written to, scales and counters.
 
         The current stream waits for copies that others write. No graph of the model may run meanwhile.
         """

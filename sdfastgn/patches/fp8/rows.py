@@ -89,7 +89,7 @@ class RowWeights:
         self._written: dict[torch.device, Any] = {}
 
     def layers(self) -> set[nn.Module]:
-        """The modules of whose weights there may be copies: a model's other layers are more sensitive."""
+        """The modules whose weights may be copied. A model's other layers are more sensitive."""
         model = self._model()
         return set() if model is None else in_blocks(model.modules())
 
@@ -153,7 +153,7 @@ class RowWeights:
             wait_for(written, device)
 
     def compare(self) -> None:
-        """If other code has changed contents of weights, all copies are outdated from now on."""
+        """Mark all copies as outdated if other code has changed the contents of a weight."""
         with self._lock:
             contents = self._contents
             if contents is not None and not contents.are_same(_compared(self._found())):

@@ -303,7 +303,7 @@ def _fits(context: Tensor | None, x: Tensor) -> bool:
 
 
 def _called(layer: Any, x: Tensor) -> Tensor:
-    """Computes ``layer(x)``. With gradients and an adapter, ``trained`` computes it if it can."""
+    """Computes ``layer(x)``: in training by ``trained``, if ``layer`` has an adapter that this supports."""
     y = trained(layer, x) if torch.is_grad_enabled() and is_wrapper(layer) else None
     return call_linear(layer, x) if y is None else y
 

@@ -45,9 +45,9 @@ from sdfastgn.patches.swap.fusion import activation_of, stock_class
 MOST_BYTES = 1792 * 1024**2
 # The maps in memory may take more than MOST_BYTES in two cases, because this much memory is needed anyway:
 # - The last layers of a tile of stock need three maps of the tile's largest size: the input of a norm, its
-#   result, and the result of the activation. So the maps may take as much as these three.
+#   result, and the result of the activation. So the maps may take as much as three such maps.
 # - Attention in the middle block, which runs before the strips, needs eight tensors of the size of the middle
-#   block's result. So the maps may take as much as seven of these. The memory of the eighth is for strips.
+#   block's result. So the maps may take as much as seven such tensors. The eighth's memory is for strips.
 MAPS_OF_A_TILE = 3
 MAPS_OF_ATTENTION = 7
 # A strip of the widest map takes about 1 / STRIPS of the bytes that all maps in memory may take together

@@ -216,7 +216,7 @@ def is_plain(kind: type) -> bool:
 
 
 def _strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """The strides, with one for a batch of 1 that does not depend on the tensor of which it is a part."""
+    """The strides of ``tensor``. A batch of 1 gets the stride of a tensor that is no view of a larger one."""
     strides = tensor.stride()
     if not strides or len(tensor) != 1:
         return strides

@@ -82,7 +82,7 @@ class _CodeChanged(Exception):  # noqa: N818  # not an error: the call starts ag
 
 
 class Planner(NamedTuple):
-    """Runs calls of a module by plans of its own code, where no fused blocks run.
+    """Runs calls of a module as plans of the module's own code, where no fused blocks run.
 
     Attributes:
         make: function (module, name of the method, states of its code) -> a callable that runs the calls.
@@ -204,13 +204,14 @@ class GraphedForward(MethodEntry):
         self._state = state
         self.planner = planner
         self._planned: Any = None  # what ``planner`` has made
-        # Index of a state of the code -> the object that serves its calls. This one serves the first state.
+        # Index of a state of the code (``States``) -> the object that serves calls in this state. State 0 is
+        # served by this object.
         self._others: dict[int, GraphedForward] = {}
         self.eager: Counter[str] = Counter()
         self.mode: str | bool = False
         self.training: _TrainingForward | None = None
         self.set_mode(mode)
-        if states is None:  # else another one calls it
+        if states is None:  # else another ``GraphedForward`` calls this one
             self.register()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -388,7 +389,7 @@ class GraphedForward(MethodEntry):
         return self.planner is not None and self.planner.is_required
 
     def _runner(self, module: nn.Module, as_stock: bool) -> Any:
-        """The method of the module's class, or what runs it by plans."""
+        """The method of the module's class, or the object that runs the calls as plans."""
         if self.planner is None or not self._is_planned(as_stock):
             return class_forward(module, self.method)
         if self._planned is None:
@@ -531,7 +532,7 @@ class GraphedForward(MethodEntry):
         return self._policy.is_warm(key)
 
     def _knowing(self, current: _Current) -> Any:
-        """A context for calls with copies of the arguments. Their masks count as the call's."""
+        """A context for calls with copies of the arguments. The masks of the copies count as the call's."""
         return current.forward.knowing(current.call) if self._needs_plan else contextlib.nullcontext()
 
     def _make_room(self) -> None:

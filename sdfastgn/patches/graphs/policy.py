@@ -157,7 +157,7 @@ class Policy:
         self._called.pop(key, None)
 
     def refuse(self, key: Any, reason: str) -> None:
-        """Record that calls of the kind ``key`` run eagerly for ``reason``, until the model changes."""
+        """Record that calls of the kind ``key`` run eagerly for ``reason`` until the model changes."""
         _remember(self._refused, key, reason)
 
     def check_refused(self, key: Any) -> None:

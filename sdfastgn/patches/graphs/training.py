@@ -74,7 +74,7 @@ class _Turn:
 
 
 class TrainingGraph:
-    """One captured call with gradients: its inputs, the kernels of its forward and those of its backward.
+    """One captured call with gradients: its inputs, and the kernels of its forward and of its backward.
 
     Args:
         module: the module whose call is captured.
@@ -89,7 +89,7 @@ class TrainingGraph:
 
     gradients: ClassVar[Any] = torch.enable_grad
     # False, because a call writes new values of factors (``factors.py``) before it finds out that the
-    # backward of the last replay has not run yet. That backward would read the new values instead of its own.
+    # backward of the last replay has not run yet. That backward would then read the new values.
     has_factors: ClassVar[bool] = False
     left: list[int]
     kept: Any

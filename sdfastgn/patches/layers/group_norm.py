@@ -24,9 +24,9 @@ class FusedGroupNorm(nn.GroupNorm):
     Shapes, dtypes and errors: ``sdfastgn.group_norm``.
     """
 
-    # Classes whose forward only normalizes have themselves as ``norm_alone``. A subclass with another forward
-    # inherits the value of its base class, which differs from the subclass. So ``cls.norm_alone is cls``
-    # tells whether forward only normalizes. Every release of torch.compile can trace this comparison.
+    # ``cls.norm_alone is cls`` tells whether forward only normalizes: a class with such a forward has itself
+    # as ``norm_alone``. A subclass with another forward inherits the value, which is then another class.
+    # Every release of torch.compile can trace this comparison.
     norm_alone: type[nn.Module] | None = None
 
     def forward(self, input: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def pack(owner: nn.Module, linears: Sequence[Any]) -> None:
 
 
 def unpack(owner: nn.Module) -> None:
-    """Undoes ``pack``: each parameter of ``owner`` in the common allocation gets memory of its own again."""
+    """Undoes ``pack``: each parameter of ``owner`` in the common allocation gets separate memory again."""
     allocation = _allocation(owner)
     if allocation is not None:
         start, end = allocation.data_ptr(), allocation.data_ptr() + allocation.nbytes()

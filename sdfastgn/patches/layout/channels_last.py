@@ -176,7 +176,7 @@ def _steps(root: nn.Module) -> Iterator[Callable[[], Any]]:
 
 
 def laid_out(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Those of ``modules`` that ``apply`` has changed or given a hook."""
+    """The modules among ``modules`` that ``apply`` has changed or given a hook."""
     return {
         module
         for module in modules

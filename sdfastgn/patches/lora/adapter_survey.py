@@ -131,14 +131,14 @@ class AdapterSurvey:
         return self._has_same_settings(factor)
 
     def is_current(self, factor: float) -> bool:
-        """True if all but contents is as in the last refresh, and nobody has written merged weights since."""
+        """True if all but contents is as in the last refresh, and no merged weight was written since."""
         try:
             return not self.layers or (self._has_same_settings(factor) and self._has_same_objects())
         except (AttributeError, LookupError, RuntimeError):  # another thread changes peft's dicts
             return False
 
     def is_written(self, factor: float) -> bool:
-        """True if all merged weights are up to date but for contents, whoever has written them.
+        """True if all merged weights, whoever wrote them, are up to date. Contents are not compared.
 
         Looks at each layer, but gives the GPU no work. So it may be called during a capture.
         """
@@ -352,7 +352,7 @@ class AdapterSurvey:
         # References that are still right are kept, because making and freeing one takes a microsecond.
         known = dict(zip(map(id, self._tensors), self._storages, strict=True))
         tensors = [t for part in self._parameters for t in part.values() if t is not None]
-        # Keeps the objects alive, so that no other object gets their ids.
+        # Keeps the children alive, so that no other object gets their ids.
         self._kept = [child for children in self._children for child in children.values()]
         storages = [_storage_of(tensor, known.get(id(tensor))) for tensor in tensors]
         self._tensors, self._storages = tensors, storages
@@ -383,7 +383,7 @@ class AdapterSurvey:
         ]
 
     def _objects_now(self) -> list[Any]:
-        """All else from which the merged weights are computed: layers, tensors and hooks."""
+        """Everything else from which the merged weights are computed: layers, tensors and hooks."""
         return [
             list(map(type, self._running)),
             list(map(id, chain.from_iterable(map(dict.values, self._children)))),

@@ -1,6 +1,6 @@
 """Finds layers with an adapter, such as a LoRA, and says why some of them run stock's code.
 
-Here a wrapper is any layer of peft that has a layer of the model as its child. Those of LoRAs
+Here a wrapper is any layer of peft that has a layer of the model as its child. Wrappers of LoRAs
 (``wrappers.py``) run with merged weights where that is possible. Fusions call any other wrapper as stock's
 code does: the wrapper runs the layer and the adapter's small layers, and adds the results. peft is not
 imported here: a wrapper is recognized by the names of its children. Other code may use these names for

@@ -81,7 +81,7 @@ class Contents:
         self.note(tensors)
 
     def are_of(self, tensors: Sequence[Tensor]) -> bool:
-        """True if ``tensors`` are where they were when this object was made. Only then compare them."""
+        """True if ``tensors`` have the addresses with which this object was made. Only then compare them."""
         return _places(tensors) == self._places
 
     def note(self, tensors: Sequence[Tensor]) -> None:
@@ -104,7 +104,7 @@ class Contents:
             part.begin()
 
     def look(self, tensors: Sequence[Tensor]) -> None:
-        """Start a comparison in a stream of its own, beside the work after ``begin``."""
+        """Start a comparison in a separate stream, beside the work after ``begin``."""
         self._window += 1
         with torch.inference_mode(False), torch.no_grad():
             for part, own in self._with_tensors(tensors):
@@ -117,7 +117,7 @@ class Contents:
             yield part, tensors if len(self._parts) == 1 else [tensors[at] for at in places]
 
     def looked_same(self) -> bool:
-        """True if the last ``look`` found the contents of ``note``. Waits for its end, not for later work."""
+        """True if the last ``look`` found the contents of ``note``. Does not wait for later work."""
         return all(part.looked_same() for part, _ in self._parts)
 
 

@@ -253,9 +253,9 @@ def write_prepared(
     Args:
         those: (record, key, kept) for each wrapper. ``key`` and ``kept`` are passed to
             ``Record.note_prepared``.
-        sums: computes the merged weights and biases of these records: a layer's weight or bias, plus the
+        sums: computes the merged weights and biases of the records: a layer's weight or bias, plus the
             scaled products of its adapters' matrices.
-        scales: the scales of these products, in the order of ``sums``.
+        scales: the scales of the products, in the order of ``sums``.
         is_valid: returns False if another thread has changed something since the parts were prepared. No
             thread can change a record between the call of ``is_valid`` and the write.
 
@@ -327,7 +327,7 @@ def wait_for(written: tuple[int, torch.cuda.Event | None], device: torch.device)
 
 
 def new_record(layer: nn.Module, source: Source) -> Record:
-    """A record for the wrapper ``layer``, which has none: that from before a move, if it fits."""
+    """A record for the wrapper ``layer``, which has none: the record from before a move, if it fits."""
     record = _moved.pop(layer, None)
     return record if record is not None and record.allocate(source) else Record(source)
 
@@ -350,7 +350,7 @@ def move(layer: nn.Module) -> None:
 
 
 def forget(layer: nn.Module) -> None:
-    """Free the merged weights of the wrapper ``layer``, and forget its stand-in."""
+    """Free the merged weights of the wrapper ``layer``, and drop its ``Record``."""
     move(layer)
     _moved.pop(layer, None)
 

@@ -43,7 +43,7 @@ class PreparedLayer:
     Attributes:
         record: the record of the wrapper's merged weight (``merged_weights.py``).
         names: the adapters that were combined last.
-        with_bias: those of ``names`` that have a bias.
+        with_bias: the items of ``names`` whose adapters have a bias.
         sums: the sums for the merged weight and bias. Their scales are 1: the real scales are arguments of
             ``LowRankSums.compute``.
         prepared: what ``matrix_of`` and ``pair_of`` return for each of ``sums``.

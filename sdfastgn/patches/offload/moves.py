@@ -73,5 +73,5 @@ def is_followed(module: nn.Module) -> bool:
 
 
 def followed_in(modules: Iterable[nn.Module]) -> frozenset[nn.Module]:
-    """Those of ``modules`` that are followed. Wrappers contain followed models."""
+    """The modules among ``modules`` that are followed. Wrappers contain followed models."""
     return frozenset(filter(is_followed, modules))

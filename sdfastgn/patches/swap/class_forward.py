@@ -85,7 +85,7 @@ class MethodEntry(InstanceEntry):
     def moved(self) -> None:
         """Called after a ``Moves`` has moved or converted the module, or one that contains it."""
 
-    # ``inspect.signature`` reads the first of these, and torch.export the others.
+    # ``inspect.signature`` reads ``__wrapped__``, and torch.export reads the other properties.
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -148,7 +148,7 @@ def is_offloaded_whole(module: nn.Module) -> bool:
 
 
 def accelerate_hooks(module: nn.Module) -> tuple[Any, ...]:
-    """The hooks that accelerate has put on ``module``, such as those of its offloading; empty without any."""
+    """The hooks that accelerate has put on ``module``, for example to offload it; empty without any."""
     hook = vars(module).get("_hf_hook")
     return () if hook is None else tuple(getattr(hook, "hooks", (hook,)))
 

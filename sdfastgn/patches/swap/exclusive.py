@@ -132,7 +132,7 @@ def undisturbed(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _with_owners(modules: set[nn.Module]) -> set[nn.Module]:
-    """``modules``, and those of models with graphs or plans that contain one of them.
+    """``modules``, and all modules of each model with graphs or plans that contains one of ``modules``.
 
     This avoids a deadlock. A call of a model with graphs holds the lock of its device, and a change needs
     this lock too. If a call took the lock and then waited at an inner module for the end of the change, the

@@ -75,9 +75,9 @@ def text_of(model: nn.Module, traced: Traced, graph: fx.Graph, outcome: Outcome)
 
 
 def read(text: str, model: nn.Module, tensors: list[Tensor]) -> tuple[Traced, fx.Graph, Outcome]:
-    """What ``text_of`` was given. ``tensors``: those among the arguments of the call.
+    """The arguments from which ``text_of`` made ``text``. ``tensors``: all tensors in the call's arguments.
 
-    Raises an exception of any class if ``text`` is no such text.
+    Raises an exception of any class if ``text_of`` did not make ``text``.
     """
     content = json.loads(text)
     root, graph = fx.GraphModule({}, fx.Graph()), fx.Graph()

@@ -93,7 +93,7 @@ def _files(about: _Model) -> list[str]:
 
 
 def _code_of_file(name: str) -> str:
-    """A hash of all functions and methods in the Python module ``name``, whoever calls them."""
+    """A hash of all functions and methods in the Python module ``name``, also of unused ones."""
     found = sorted(_functions_in(name, vars(sys.modules.get(name, types)), ""))
     return hashlib.sha256("\0".join(found).encode("utf-8", "surrogatepass")).hexdigest()
 

@@ -49,7 +49,7 @@ class Saved:
             return None
 
     def note(self, module: nn.Module, traced: Traced, graph: fx.Graph, outcome: Outcome) -> None:
-        """Take the text of a new plan, which ``save`` writes."""
+        """Keep the text of a new plan until ``save`` writes it."""
         if self._key is not None:
             try:
                 self._text = content.text_of(module, traced, graph, outcome)

@@ -184,7 +184,7 @@ def _sum(n: Node) -> _Sum | None:
         for b, gate in _operands(added, aten.mul.Tensor, n):
             is_activated = any(has(uncast(t, n), *ACTIVATIONS) for t in (b, gate))
             if gate is not None and is_activated and shape(gate) == shape(n):
-                continue  # such products have steps of their own
+                continue  # such products have separate steps
             for c, gain in _operands(b, aten.mul.Tensor, n):
                 norm = _norm(c, n)
                 is_gain = gain is None or (rank(gain) == 1 and norm is not None and norm.weight is None)
@@ -228,7 +228,7 @@ def _modulates(t: Node, root: Node) -> bool:
 
 
 def _norm(n: Node, root: Node) -> _Norm | None:
-    """The norm that n is, of the rows of tokens of the shape and dtype of ``root``."""
+    """The norm whose result is n: of rows of tokens, with the shape and dtype of ``root``. Else None."""
     n = uncast(n, root)
     found = _norm_at(n)
     x = None if found is None else in_dtype(found.x, root)

@@ -41,7 +41,7 @@ def biases(graph: fx.Graph) -> fx.Graph:
 
 
 def _of_frames(r: Rewriter, n: Any) -> Node | None:
-    """A convolution of videos, plus a number for each channel of each frame: written over its result."""
+    """A convolution of videos, plus a number for each channel of each frame -> a sum in place."""
     for h, t in operands(n):
         if (
             rank(h) != 5
@@ -65,7 +65,7 @@ def _of_frames(r: Rewriter, n: Any) -> Node | None:
 
 
 def _added(r: Rewriter, n: Any) -> Node:
-    """A bias that no other step has taken: it is written over the result of the convolution."""
+    """A bias that no other step has taken -> a sum with the convolution's result, in place if possible."""
     h, bias = n.args
     if _is_its_own(h) and 0 not in shape(n):
         return r.item(r.new(steps.add_bias_, (h, bias, False)), 0, n)

@@ -143,7 +143,7 @@ def padded(r: Rewriter, n: Node, x: Any, pads: Sequence[int], mode: str, value: 
 
 
 def padded_part(r: Rewriter, n: Node, cut: Any) -> Node | None:
-    """``cut``, a part of a tensor with borders: a part of the tensor, with the pads that are in ``cut``."""
+    """``cut``, a part of a padded tensor -> a part of the tensor, with the pads that are in ``cut``."""
     source, dim, start, length = cut.args
     if not has(source, steps.pad) or dim < 2:
         return None
@@ -169,7 +169,7 @@ def unpadded(x: Any, sizes: Sequence[int]) -> Any:
 
 
 def _joined(parts: Sequence[Any], dim: int) -> Any:
-    """The tensor that ``parts``, side by side along ``dim``, are. None if they are no whole tensor."""
+    """The tensor whose parts along ``dim``, in order, are ``parts``. None if there is none."""
     end = 0
     for p in parts:
         if not has(p, steps.cut) or p.args[0] is not parts[0].args[0] or p.args[1:3] != (dim, end):

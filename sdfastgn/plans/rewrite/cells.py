@@ -76,7 +76,7 @@ class Chain(NamedTuple):
 
 
 def side_by_side(r: Rewriter, n: Any) -> Node | None:
-    """Convolutions of the cells of one value, and a cat of their channels: sums of the cells."""
+    """Convolutions of the cells of one value, and a cat of their channels -> ``gathered``."""
     parts, dim = n.args
     if dim != 1 or not _is_usual(n):
         return None
@@ -96,7 +96,7 @@ def side_by_side(r: Rewriter, n: Any) -> Node | None:
 
 
 def added_up(r: Rewriter, n: Any) -> Node | None:
-    """Transposed convolutions of all channels of one value, and their sum: cells of sums."""
+    """Transposed convolutions of all channels of one value, and their sum -> ``scattered``."""
     chains = sorted(_terms(n) or (), key=lambda c: c.start) if _is_usual(n) else []
     starts = [c.start for c in chains]
     if not chains or starts != list(range(0, shape(chains[0].x)[1], shape(n)[1])):
@@ -108,7 +108,7 @@ def added_up(r: Rewriter, n: Any) -> Node | None:
 
 
 def _terms(n: Any) -> list[Chain] | None:
-    """The transposed convolutions of channels of other values that ``n`` is the sum of. None if it is not."""
+    """The transposed convolutions whose sum is ``n``. None if ``n`` is no such sum."""
     if has(n, aten.add.Tensor):
         a, b = next(operands(n), (None, None))
         if a is None or a is b or shape(a) != shape(b) or dtype(a) != dtype(b):
@@ -166,7 +166,7 @@ def _joined(r: Rewriter, chains: Sequence[Chain], *, first_is_inner: bool) -> No
 
 
 def _nested(r: Rewriter, outer: Node, inner: Node) -> Node:
-    """``outer`` of cells, after or before ``inner`` of their parts: see ``steps.nested_filters``."""
+    """Joins filters: the cells of ``outer`` consist of the cells of ``inner`` (``steps.nested_filters``)."""
     channels = shape(outer)[0] * shape(outer)[1]
     b, C, *small = shape(inner)
     outer = r.reshape(outer, (channels // (b * C), b * C, *shape(outer)[2:]))
@@ -174,11 +174,11 @@ def _nested(r: Rewriter, outer: Node, inner: Node) -> Node:
     return r.new(steps.nested_filters, (outer, inner), (channels // C, C, *cell), torch.float32)
 
 
-# ---- what is around them
+# ---- rules for ``gathered`` and ``scattered``
 
 
 def scaled(r: Rewriter, n: Any) -> Node | None:
-    """Sums of cells, times or divided by a number: filters times a number."""
+    """``gathered`` or ``scattered``, times or divided by a number -> the same with another ``scale``."""
     of, factor = n.args[0], number(n)
     if not has(of, gathered, scattered) or not is_only(of) or not factor or dtype(of) != dtype(n):
         return None
@@ -188,14 +188,14 @@ def scaled(r: Rewriter, n: Any) -> Node | None:
 
 
 def without_unread_pad(r: Rewriter, n: Any) -> Node | None:
-    """A pad at the ends of axes that is in no whole cell: sums of the cells without it."""
+    """``gathered`` after a pad that is in no whole cell -> ``gathered`` without the pad."""
     padded, filters, scale = n.args
     x = unpadded(padded, [m * k for m, k in zip(shape(n)[2:], shape(filters)[2:], strict=True)])
     return None if x is padded else r.like(gathered, (x, filters, scale), n)
 
 
 def cells_of_cells(r: Rewriter, n: Any) -> Node | None:
-    """``gathered`` of ``gathered``, or ``scattered`` of ``scattered``: one of them, with larger cells."""
+    """``gathered`` of ``gathered``, or ``scattered`` of ``scattered`` -> one of them, with larger cells."""
     before, filters, scale = n.args
     if not has(before, n.target) or not is_only(before):
         return None
@@ -208,7 +208,7 @@ def cells_of_cells(r: Rewriter, n: Any) -> Node | None:
 
 
 def as_product(r: Rewriter, n: Any) -> Node:
-    """Sums of cells, or cells of sums: a linear layer, and views."""
+    """``gathered`` or ``scattered`` -> a linear layer, and views."""
     x, filters, scale = n.args
     count, C, *cell = shape(filters)
     d, P = len(cell), math.prod(cell)

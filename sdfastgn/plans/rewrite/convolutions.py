@@ -47,7 +47,7 @@ def convolutions(graph: fx.Graph) -> fx.Graph:
 
 
 def relus(graph: fx.Graph) -> fx.Graph:
-    """Bias, residual and ReLU go into the convolution before them. It comes after ``statistics``."""
+    """Bias, residual and ReLU go into the convolution before them. This pass comes after ``statistics``."""
     return apply(graph, with_relu, operator.getitem)
 
 
@@ -64,7 +64,7 @@ def _where_usual(rule: Rule) -> Rule:
 
 
 def own_padding(r: Rewriter, n: Any) -> Node | None:
-    """Zeros around the input, as many on both sides of an axis: the convolution adds them itself."""
+    """Zeros around the input, as many on both sides of an axis -> the padding of the convolution."""
     x, weight, bias, stride, padding, *others = n.args
     if not has(x, steps.pad) or x.args[2:] != ("constant", 0.0):
         return None
@@ -83,14 +83,14 @@ def own_padding(r: Rewriter, n: Any) -> Node | None:
 
 
 def as_product(r: Rewriter, n: Any) -> Node | None:
-    """A convolution whose kernel is one pixel, in 16 bits: a matrix product of the channels."""
+    """A convolution whose kernel is one pixel, in 16 bits -> a matrix product of the channels."""
     x, weight, bias, stride, padding, _, _, _, groups = n.args
     is_pixel = set(shape(weight)[2:]) == {1} and set(stride) == {1} and not any(padding) and groups == 1
     return r.like(steps.pointwise_conv, (x, weight, bias), n) if is_pixel and dtype(n) in HALVES else None
 
 
 def frames_repeated_after(r: Rewriter, n: Any) -> Node | None:
-    """A convolution of single frames that were repeated along time: the frames are repeated after it."""
+    """A convolution of single frames that were repeated along time -> it runs before the repetition."""
     images = n.args[0]
     video: Any = images.args[0] if has(images, steps.reshape) and is_only(images) else None
     large: Any = video.args[0] if has(video, steps.permute) and is_only(video) else None
@@ -110,7 +110,7 @@ def frames_repeated_after(r: Rewriter, n: Any) -> Node | None:
 
 
 def in_phases(r: Rewriter, n: Any) -> Node | None:
-    """A 3x3 convolution of an image upsampled by two: ``upsample_conv``, where convolving in phases pays."""
+    """A 3x3 convolution of an image upsampled by two -> ``upsample_conv``, where this is faster."""
     x, weight, bias, stride, padding, dilation, _, _, groups = n.args
     if not has(x, steps.upsample) or not is_only(x) or tuple(x.args[1]) != (2, 2):
         return None
@@ -125,7 +125,7 @@ def in_phases(r: Rewriter, n: Any) -> Node | None:
 
 
 def bias_apart(r: Rewriter, n: Any) -> Node | None:
-    """A convolution with a bias: a convolution, then the bias, which the next step may take over."""
+    """A convolution with a bias -> a convolution, then the bias, which the next step may add."""
     x, weight, bias, *others = n.args
     if bias is None:
         return None
@@ -133,7 +133,7 @@ def bias_apart(r: Rewriter, n: Any) -> Node | None:
 
 
 def pad_of_cat(r: Rewriter, n: Any) -> Node | None:
-    """Zeros around a cat that nobody else reads: one ``steps.padded_cat``."""
+    """Zeros around a cat that nobody else reads -> one ``steps.padded_cat``."""
     x, pads, mode, value = n.args
     if mode != "constant" or min(pads) < 0 or not has(x, steps.cat) or not is_only(x):
         return None
@@ -141,7 +141,7 @@ def pad_of_cat(r: Rewriter, n: Any) -> Node | None:
 
 
 def with_relu(r: Rewriter, n: Any) -> Node | None:
-    """relu(convolution + bias) or relu(convolution + bias + residual) of images: ``conv_relu``."""
+    """relu(convolution + bias) or relu(convolution + bias + residual) of images -> ``conv_relu``."""
     total, i = n.args
     if i != 0 or not has(total, *_SUMS) or rank(n) != 4 or dtype(n) not in HALVES:
         return None

@@ -70,7 +70,7 @@ def e4m3(graph: fx.Graph, weights: Collection[Node]) -> fx.Graph:
 
 
 def _fits(n: Node, weights: set[Node]) -> bool:
-    """True if ``n`` is the product of many rows with a large one of ``weights``, all in the models' dtype."""
+    """True if ``n`` is the product of many rows with a large weight in ``weights``, all in ``DTYPE``."""
     if not has(n, steps.linear):
         return False
     x, weight, bias = n.args
@@ -82,7 +82,7 @@ def _fits(n: Node, weights: set[Node]) -> bool:
 
 
 def _rows(x: Node, products: list[Node]) -> tuple[Any, ...]:
-    """The arguments of ``quantize_rows`` for x. What only ``products`` read of x is computed there."""
+    """The arguments of ``quantize_rows``. It also computes x if it can, and x has no other readers."""
     if not all(reader in products for reader in x.users):
         return (x,)
     if has(x, steps.cat) and x.args[1] == rank(x) - 1 and len(x.args[0]) == 2:
@@ -113,7 +113,7 @@ def _of_norm(r: Rewriter, x: Node, products: list[Node], written: dict[Any, list
 
 
 def _before_activation(x: Any, has_no_other_reader: bool) -> tuple[Node, str]:
-    """(the value before the activation that x is, its name); (x, "identity") if it is none."""
+    """(input of the activation, its name) if nobody else reads its result x; else (x, "identity")."""
     name = activation(x) if has_no_other_reader else None
     return (x, "identity") if name is None else (x.args[0], name)
 

@@ -42,7 +42,7 @@ def finish(graph: fx.Graph) -> fx.Graph:
 def _write_in_place(r: Rewriter, n: Node) -> None:
     """A write into a part of a new tensor that nobody else reads overwrites the tensor."""
     x: Any = n.args[0]
-    if has(x, aten.full.default) and not is_only(x):  # each write gets a filled tensor of its own
+    if has(x, aten.full.default) and not is_only(x):  # each write gets its own filled tensor
         r.at = n
         x = r.like(x.target, x.args, x, **x.kwargs)
         n.update_arg(0, x)
@@ -65,7 +65,7 @@ def _copy_results(r: Rewriter, out: Node) -> None:
 
 
 def _copy_sources(r: Rewriter, writes: Iterable[Node]) -> None:
-    """What is written into an argument is copied before if it lies in an argument that is written."""
+    """A value that is written into an argument is copied first if it lies in an argument that is written."""
     written = {n.args[0] for n in writes}
     for n in writes:
         source: Any = n.args[1]

@@ -25,7 +25,7 @@ _ONCE = (1, 1, 1)
 
 
 class Kept(NamedTuple):
-    """``reader`` is the last ``length`` frames of the padded frames. Or it reads them, as ``whole``."""
+    """The last ``length`` padded frames: the value of ``reader``, or its argument ``whole``."""
 
     reader: Node
     length: int
@@ -40,8 +40,8 @@ class Source(NamedTuple):
         reader: the node that reads x on the way to the convolution.
         cache, front, back, border, times: as for ``steps.frames``.
         of_time, of_image: the modes of the pads along time, and along height and width. None: no pads.
-        kept: others who read what the step makes of x.
-        norm: the norm of x with its pads. None: a norm is what x is, if there is one.
+        kept: the kept frames that other nodes read.
+        norm: a norm that comes after the pads of x. None if there is none: then x itself may be a norm.
     """
 
     x: Any
@@ -80,7 +80,7 @@ class Source(NamedTuple):
 
 
 def in_one(r: Rewriter, n: Any) -> Node | None:
-    """Convolutions of successive parts of a video, and a cat of the results: one convolution."""
+    """Convolutions of successive parts of a video, and a cat of the results -> one convolution."""
     parts, axis = n.args
     if rank(n) != 5 or axis != 2 or not all(has(p, steps.conv) and is_only(p) for p in parts):
         return None
@@ -99,11 +99,11 @@ def in_one(r: Rewriter, n: Any) -> Node | None:
 
 
 def last_slice(r: Rewriter, n: Any) -> Node | None:
-    """A convolution of one frame after zeros: it meets only the last slice of the weight along time."""
+    """A convolution of one frame after zeros -> one with only the last slice of the weight along time."""
     x, weight, bias, stride, padding, dilation, _, _, groups = n.args
     if rank(n) != 5 or bias is not None or padding[0]:
         return None
-    if has(weight, steps.cut) and shape(x)[2] == 1:  # its code leaves out the zeros
+    if has(weight, steps.cut) and shape(x)[2] == 1:  # the model's code left out the zeros
         whole, axis, start, length = weight.args
         if axis != 2 or length != 1 or start != shape(whole)[2] - 1:
             return None
@@ -119,7 +119,7 @@ def last_slice(r: Rewriter, n: Any) -> Node | None:
 
 
 def in_frames(r: Rewriter, n: Any) -> Node | None:
-    """A norm, upsampling, a cat with a cache and pads before a convolution: one ``steps.frames``."""
+    """A norm, upsampling, a cat with a cache and pads before a convolution -> one ``steps.frames``."""
     _, weight, bias, stride, padding, dilation, _, _, groups = n.args
     source = source_of(n) if rank(n) == 5 and bias is None else None
     if source is None or not source.is_changed:
@@ -133,7 +133,7 @@ def in_frames(r: Rewriter, n: Any) -> Node | None:
 
 
 def upsampled_in_frames(r: Rewriter, n: Any) -> Node | None:
-    """A norm of a video and upsampling before anything but a convolution of frames: one ``steps.frames``."""
+    """A norm of a video and upsampling, not before a convolution of frames -> one ``steps.frames``."""
     if rank(n) != 5 or not has_kernels(n):
         return None
     source = _upsampling(Source(n, n))
@@ -141,7 +141,7 @@ def upsampled_in_frames(r: Rewriter, n: Any) -> Node | None:
 
 
 def padded_for_all(r: Rewriter, n: Any) -> Node | None:
-    """Frames of one video, and the same with pads along time: the others read a part of the padded ones."""
+    """Frames that are read both with and without pads along time -> padded frames, and a part of them."""
     x, *how = n.args
     inner: Any = x.args[0] if has(x, operator.getitem) else None
     if not has(inner, steps.frames) or not _only_pads(how) or shape(x)[0] != 1:
@@ -166,7 +166,7 @@ def _only_pads(how: list[Any]) -> bool:
 
 
 def _frames(r: Rewriter, source: Source, window: int = 1) -> Node:
-    """The first result of the ``steps.frames`` for ``source``. Who reads kept frames gets the second one."""
+    """The first result of ``steps.frames`` for ``source``. Nodes that read kept frames get the second one."""
     before, shift, norm, kept = _norm_of(source) or (source.x, None, None, source.kept)
     keep = max((k.length for k in kept), default=0)
     where = source.front, source.back, source.border, source.mode, keep, shift, norm, source.times, window
@@ -180,7 +180,7 @@ def _frames(r: Rewriter, source: Source, window: int = 1) -> Node:
 
 
 def image_in_frames(r: Rewriter, n: Any) -> Node | None:
-    """A norm of an image, and a pad with copies of its elements: ``steps.frames`` of one frame."""
+    """A norm of an image, and a pad with copies of its elements -> ``steps.frames`` of one frame."""
     x, bias = n.args[0], n.args[2]
     if rank(n) != 4 or bias is not None or not has(x, steps.pad) or not is_only(x) or x.args[2] == "constant":
         return None
@@ -234,7 +234,7 @@ def _without_pad(source: Source) -> Source | None:
 
 
 def _without_pad_of_norm(source: Source) -> Source | None:
-    """A GroupNorm of repeated frames: these count in its mean and variance."""
+    """``source`` without the pad before a GroupNorm, whose mean and variance include repeated frames."""
     norm = source.x
     x = norm.args[0] if has(norm, steps.group_norm) and norm.args[6:] == (None, None, False) else None
     if not has(x, steps.pad) or not is_only(x) or not is_only(norm) or source.is_changed:
@@ -253,7 +253,7 @@ def _without_upsampling(source: Source) -> Source | None:
 
 
 def _upsampling(source: Source) -> Source | None:
-    """``source`` without the upsampling that is its x. None if the step cannot do both."""
+    """``source`` without the upsampling that makes its x. None if one step cannot compute all."""
     x, times, first_once = source.x.args
     if times[0] > 1 and not first_once:  # the step repeats the first frame as a pad only
         if source.cache is not None:
@@ -278,7 +278,7 @@ def _without_cache(source: Source) -> Source | None:
 
 
 def _kept_of(source: Source) -> tuple[Kept, ...] | None:
-    """Kept frames, with those who read x apart from ``source.reader``. None if one reads something else."""
+    """The kept frames, with those that other readers of x need. None if a reader needs anything else."""
     found = [_kept_by(u, source) for u in source.x.users if u is not source.reader]
     kept = tuple(k for k in found if k is not None)
     if len(kept) < len(found) or (kept and (source.back or source.times != _ONCE)):

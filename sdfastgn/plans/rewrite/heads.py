@@ -32,7 +32,7 @@ _SWAP = (0, 2, 1, 3)
 
 
 class _Part(NamedTuple):
-    """The arguments of ``steps.rotate``. With the defaults it computes x itself."""
+    """The arguments of ``steps.rotate``. With the defaults the result is x."""
 
     x: Node
     cos: Node | None = None
@@ -48,7 +48,7 @@ class _Part(NamedTuple):
         return self.weight is not None or self.layer
 
     def after(self, norm: _Part) -> _Part:
-        """This rotation of ``norm``."""
+        """This rotation, of the result of ``norm``."""
         return self._replace(weight=norm.weight, eps=norm.eps, bias=norm.bias, layer=norm.layer)
 
 
@@ -134,7 +134,7 @@ def _overwritten(r: Rewriter, n: Node) -> Node | None:
 
 
 def _parts(r: Rewriter, n: Node, parts: Iterable[Node], dim: int) -> list[_Part] | None:
-    """What computes each of ``parts`` as (B, S, H, D), if they are joined along the tokens of heads n."""
+    """A ``_Part`` for each of ``parts``, as (B, S, H, D). None if ``n`` does not join heads along tokens."""
     if rank(n) != 4 or dim not in (1, 2) or 0 in shape(n) or not has_kernels(n) or not fits(shape(n)[-1]):
         return None
     return [_part(r, r.permute(p, _SWAP) if dim == 2 else p) for p in parts]
@@ -170,7 +170,7 @@ def _part(r: Rewriter, n: Node) -> _Part:
 
 
 def _norm(r: Rewriter, n: Node) -> _Part | None:
-    """The norm of rows that n is."""
+    """The norm of rows whose result is n. None if n is no such norm."""
     D = shape(n)[-1] if rank(n) else 0
     if not has_kernels(n) or 0 in shape(n) or not fits(D):
         return None
@@ -189,7 +189,7 @@ def _norm(r: Rewriter, n: Node) -> _Part | None:
 
 
 def _rows(n: Any) -> tuple[Any, list[Node]]:
-    """The value whose rows along the last axis are the rows of n, and the views between, the first first."""
+    """The value whose rows along the last axis are the rows of n, and the views from it to n, in order."""
     views: list[Node] = []
     while has(n, steps.permute, steps.cut, steps.reshape):
         below, last = n.args[0], rank(n) - 1
@@ -208,7 +208,7 @@ def _rows(n: Any) -> tuple[Any, list[Node]]:
 
 
 def _same_views(r: Rewriter, views: list[Node], x: Node, is_table: bool = False) -> Node:
-    """The ``views`` of another value, x, of the same shape. A table may have one element along an axis."""
+    """x after the same ``views`` as another value. A table may have one element along an axis."""
     for v in views:
         if has(v, steps.permute):
             x = r.permute(x, v.args[1])

@@ -53,7 +53,7 @@ def masks_of(
 
 
 def samples_of(mask: Node) -> int:
-    """The number of samples with masks of their own."""
+    """The number of samples for which ``mask`` has masks; 1 if they share one."""
     return shape(mask)[0] if rank(mask) == 4 else 1
 
 

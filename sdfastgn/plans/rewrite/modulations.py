@@ -31,7 +31,7 @@ def modulations(graph: fx.Graph) -> fx.Graph:
 
 
 def spatial_norm(r: Rewriter, n: Any) -> Node | None:
-    """group_norm(x) * factor + offset, both upsampled: ``modulated_norm``, which reads the small ones."""
+    """group_norm(x) * factor + offset -> ``modulated_norm``, which upsamples factor and offset itself."""
     for product, offset in operands(n):
         for norm, factor in operands(product) if has(product, aten.mul.Tensor) and is_only(product) else ():
             is_plain = has(norm, steps.group_norm) and norm.args[5:] == ("identity", None, None, False)
@@ -43,7 +43,7 @@ def spatial_norm(r: Rewriter, n: Any) -> Node | None:
 
 
 def activated_norm(r: Rewriter, n: Any) -> Node | None:
-    """An activation after a spatial norm: the norm computes it."""
+    """An activation after a spatial norm -> the norm computes it."""
     x = n.args[0]
     norm = x.args[0] if has(x, steps.reshape) and is_only(x) else x
     if not has(norm, steps.modulated_norm) or not is_only(norm) or norm.args[5] != "identity":
@@ -85,7 +85,7 @@ def upsampled(r: Rewriter, n: Any) -> Upsampled | None:
 
 
 def _convolved(r: Rewriter, n: Any) -> Upsampled | None:
-    """A convolution of single pixels after upsampling: upsampling after the convolution."""
+    """A convolution of single pixels after upsampling -> upsampling after the convolution."""
     x, weight, _, stride, padding, _, transposed, *_ = n.args
     if set(shape(weight)[2:]) != {1} or set(stride) != {1} or any(padding) or transposed:
         return None
@@ -97,7 +97,7 @@ def _convolved(r: Rewriter, n: Any) -> Upsampled | None:
 
 
 def _in_parts(r: Rewriter, n: Any) -> Upsampled | None:
-    """The first frame upsampled, then the others upsampled: all frames upsampled, the first one once."""
+    """The first frame upsampled, then the others upsampled -> one upsampling with ``first_once``."""
     first, rest = (upsampled(r, part) for part in n.args[0])
     if first is None or rest is None or (rest.first_once and rest.times[0] > 1):
         return None

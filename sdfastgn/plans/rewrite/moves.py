@@ -47,7 +47,7 @@ def moves(graph: fx.Graph) -> fx.Graph:
 
 
 def mean_of_views(r: Rewriter, n: Any) -> Node | None:
-    """A mean of channels or of positions in channels: the mean of views, written channels-last."""
+    """A mean of channels or of positions in channels -> the mean of views, written channels-last."""
     x, axes, _, to = arguments(n)
     if not axes or to is not None or 0 in shape(x):
         return None
@@ -76,7 +76,7 @@ def mean_of_views(r: Rewriter, n: Any) -> Node | None:
 
 
 def sum_of_views(r: Rewriter, n: Any) -> Node | None:
-    """A sum of two images or videos, and a reshape that copies before it: ``steps.add_views``."""
+    """A sum of two images or videos, and a reshape that copies before it -> ``steps.add_views``."""
     a, b = next(operands(n), (None, None))
     if a is None or b is None or rank(n) not in (4, 5) or 0 in shape(n):
         return None
@@ -85,7 +85,7 @@ def sum_of_views(r: Rewriter, n: Any) -> Node | None:
 
 
 def bias_before_views(r: Rewriter, n: Any) -> None:
-    """A bias, then views, then a reshape that copies: the copy adds the bias."""
+    """A bias, then views, then a reshape that copies -> the copy adds the bias."""
     views: list[Node] = []
     end: Any = n
     while is_only(end) and has(user(end), steps.reshape, steps.permute):
@@ -162,7 +162,7 @@ def _expanded(r: Rewriter, source: Moved, to: Sizes) -> Moved:
 
 
 def _part(r: Rewriter, source: Moved, dim: int, start: int, length: int) -> Moved | None:
-    """A part of axis ``dim``. None if it is no part of a single axis of the view, or several."""
+    """A part of axis ``dim``. None if cutting axes of the view cannot give this part."""
     place, axes = len(_flat(source.axes[:dim])), list(source.axes[dim])
     view = source.view
     for i, size in enumerate(axes):
@@ -196,7 +196,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> Sizes | None:
 
 
 def _places(axes: Sequence[Sizes]) -> list[Sizes]:
-    """For each axis of a value, the indices of the axes of its view that are joined in it."""
+    """For each axis of a value, the indices of the axes of its view that form it."""
     ends = list(itertools.accumulate(map(len, axes), initial=0))
     return [tuple(range(start, end)) for start, end in itertools.pairwise(ends)]
 

@@ -25,7 +25,7 @@ def packs(graph: fx.Graph) -> fx.Graph:
             groups.setdefault((x, bias is None, dtype(n)), []).append(n)
     r = Rewriter(graph)
     for (_, has_no_bias, _), products in groups.items():
-        x = products[0].args[0]  # of an earlier group's product, its item by now
+        x = products[0].args[0]  # not the key's x, which an earlier group may have replaced
         weights = tuple(n.args[1] for n in products)
         if len(set(weights)) < max(2, len(weights)):  # one weight cannot lie beside itself
             continue

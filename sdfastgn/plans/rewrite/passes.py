@@ -45,7 +45,7 @@ PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     modulations,  # of norms, by small images or videos
     cells,  # convolutions whose windows do not overlap, as products
     repeats,  # of elements, for convolutions
-    convolutions,  # and what they read. Their biases become steps of their own
+    convolutions,  # and what they read. Their biases become separate steps
     sums,  # which take biases
     shifts,  # biases and embeddings, into the norms after them
     moves,  # of elements between channels and positions, into sums and means

@@ -23,7 +23,7 @@ def repeated_rows(graph: fx.Graph) -> fx.Graph:
 
 
 def product_of_each(r: Rewriter, n: Node) -> Node | None:
-    """A linear layer of repeated rows: the product of each row, repeated."""
+    """A linear layer of repeated rows -> the product of each row, repeated."""
     x, weight, bias = n.args
     found = _each(r, x)
     if found is None:

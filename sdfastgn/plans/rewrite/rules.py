@@ -37,8 +37,8 @@ def apply(graph: fx.Graph, rule: Rule, *targets: Any) -> fx.Graph:
 def from_the_last(r: Rewriter, *targets: Any) -> Iterator[Node]:
     """Yields each node that calls one of ``targets``, from the last to the first.
 
-    ``r`` makes nodes before it. Nodes that nobody reads are erased on the way, for example parts of what was
-    found after them.
+    ``r`` makes nodes before the node. Nodes that nobody reads are erased on the way, such as parts of a
+    pattern that a rule has replaced.
     """
     for n in list(reversed(r.graph.nodes)):
         if is_unread(n):

@@ -42,7 +42,7 @@ class _Mixed(Exception):  # noqa: N818  # no error: the call stays whole
 
 
 def sliced(traced: Traced) -> Traced:
-    """The trace of one slice of the call, if it takes much memory and slices save some. Else ``traced``."""
+    """The trace of one slice of the call, if it takes much memory and slices save memory. Else ``traced``."""
     graph = traced.graph.graph
     held = len(traced.parameters) + len(traced.others)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]

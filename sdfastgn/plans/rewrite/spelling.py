@@ -28,7 +28,7 @@ from sdfastgn.plans.trace.refusals import is_random
 aten = torch.ops.aten
 _Spelling = Callable[..., "Node | None"]
 _SPELLINGS: dict[Any, list[_Spelling]] = {}
-# Ops whose results have no values yet. Equal ones are not made once: each is written to.
+# Ops whose results have no values yet. Equal nodes of them are not merged, because each is written to.
 UNFILLED = (
     aten.empty.memory_format,
     aten.empty_like.default,
@@ -37,7 +37,8 @@ UNFILLED = (
     aten.new_empty.default,
     aten.new_empty_strided.default,
 )
-# Least rows of a step of a mask, on average, for which attention runs apart.
+# A mask that hides later frames is like stairs: the queries of a frame, the rows of a step, see equally many
+# keys. Attention runs apart for each step if a step has at least this many rows on average.
 _LEAST_ROWS = 16
 
 
@@ -173,7 +174,7 @@ def _cast(
 
 @spells(aten.view_as_complex.default, aten.view.dtype)
 def _other_elements(r: Rewriter, n: Node, x: Node, *more: Any) -> Node:
-    """A view with other elements -> the same of a contiguous tensor: it needs neighbors in memory."""
+    """A view in another dtype -> the same view of a contiguous tensor, which such views need."""
     dense = r.like(aten.contiguous.default, (x,), x)
     return r.like(n.target, (dense, *more), n)
 
@@ -363,7 +364,7 @@ def _bias(r: Rewriter, n: Node, *_: Any) -> Node | None:
 
 
 def _readers(n: Any) -> int:
-    """The number of nodes that read ``n`` and count: they are read, or have no value of their own."""
+    """The number of nodes that read ``n``, without those whose value nobody reads."""
     return sum(bool(u.users) or u.op == "output" or writes(u.target) for u in n.users)
 
 
@@ -463,7 +464,7 @@ def _group_norm(
 
 @spells(operator.getitem)
 def _first_of_native_group_norm(r: Rewriter, n: Node, norm: Node, i: int) -> Node | None:
-    """``native_group_norm`` also returns mean and deviation; if nobody reads these, it is a GroupNorm."""
+    """The first result of ``native_group_norm`` -> a GroupNorm. The others are mean and 1 / deviation."""
     if i or not has(norm, aten.native_group_norm.default):
         return None
     x, w, b, _, _, _, groups, eps = arguments(norm)
@@ -531,12 +532,12 @@ def _new_full(r: Rewriter, n: Node, _: Any, size: Any, value: Any, *more: Any) -
 
 @spells(aten.fill.Tensor)
 def _fill(r: Rewriter, n: Node, x: Node, value: Node) -> Node:
-    """A tensor of one value, which is a tensor: of x, only the shape counts."""
+    """A fill of x with the tensor ``value``: only the shape of x counts."""
     if value.meta["device"] == n.meta["device"]:
         return r.cast(r.new(steps.expand, (value, shape(n)), shape(n), dtype(value)), dtype(n))
     return r.like(aten.fill.Tensor, (_filled(r, n, 0), value), n)
 
 
 def _filled(r: Rewriter, n: Node, value: Any) -> Node:
-    """A tensor of one number: of another tensor, only the shape counts."""
+    """A tensor of the shape of n, filled with one number."""
     return r.like(aten.full.default, (shape(n), value), n, dtype=dtype(n), device=n.meta["device"])

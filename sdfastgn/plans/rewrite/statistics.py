@@ -86,7 +86,7 @@ def _is_of_frames(n: Any) -> bool:
 
 
 def in_images(r: Rewriter, n: Any) -> None:
-    """A sum of videos, and a GroupNorm that needs statistics of each frame: a sum of images."""
+    """A sum of videos, and a GroupNorm that needs statistics of each frame -> a sum of images."""
     y = next((u for u in n.users if u.args[1] == 0), None)
     if y is None or rank(y) != 5 or shape(y)[2] == 1 or not any(map(_is_of_frames, _norms_of(y))):
         return
@@ -97,7 +97,7 @@ def in_images(r: Rewriter, n: Any) -> None:
 
 
 def channels_of_two(r: Rewriter, n: Any) -> Node | None:
-    """The channels of two tensors side by side, for a GroupNorm: ``cat_two``, which computes statistics."""
+    """The channels of two tensors side by side, for a GroupNorm -> ``cat_two``, which computes statistics."""
     parts, dim = n.args
     if dim != 1 or len(parts) != 2 or not wants_statistics(n):
         return None
@@ -105,7 +105,7 @@ def channels_of_two(r: Rewriter, n: Any) -> Node | None:
 
 
 def known_statistics(r: Rewriter, n: Any) -> Node | None:
-    """A GroupNorm of a tensor that a step has just written: this step also computes the statistics."""
+    """A GroupNorm of a tensor that a step has just written -> this step also computes the statistics."""
     x = n.args[0]
     if not _takes_statistics(n, x):
         return None

@@ -50,12 +50,12 @@ def shifts(graph: fx.Graph) -> fx.Graph:
 
 
 def activated_sums(graph: fx.Graph) -> fx.Graph:
-    """Activations go into the sums before them. It comes after ``biases``, which makes the last sums."""
+    """Activations go into the sums before them. This pass follows ``biases``, which makes the last sums."""
     return apply(graph, activated_sum, *ACTIVATIONS)
 
 
 def behind_views(r: Rewriter, n: Any) -> None:
-    """A bias, then views that keep the axis of the channels: the views, then the bias."""
+    """A bias, then views that keep the axis of the channels -> the views, then the bias."""
     views, last = [], 0
     v, axis = n, 1  # axis: of the channels, in v
     while is_only(v) and has(user(v), steps.reshape, steps.permute):
@@ -74,7 +74,7 @@ def behind_views(r: Rewriter, n: Any) -> None:
 
 
 def divided_sum(r: Rewriter, n: Any) -> Node | None:
-    """(h + bias + residual) / number: one ``steps.add``."""
+    """(h + bias + residual) / number -> one ``steps.add``."""
     total, divisor = n.args[0], number(n)
     if not has(total, aten.add.Tensor) or not is_only(total) or not divisor or dtype(n) != dtype(total):
         return None
@@ -82,7 +82,7 @@ def divided_sum(r: Rewriter, n: Any) -> Node | None:
 
 
 def residual_sum(r: Rewriter, n: Any) -> Node | None:
-    """h + bias + residual: one ``steps.add``. Also h + residual, for statistics or an activation."""
+    """h + bias + residual -> one ``steps.add``. Also h + residual, for statistics or an activation."""
     if not _is_residual(n):
         return None
     has_bias = any(has(t, bias_of) and is_only(t) for t in n.args)
@@ -114,7 +114,7 @@ def _added(r: Rewriter, total: Any, end: Node, divisor: float) -> Node:
 
 
 def activated_sum(r: Rewriter, n: Any) -> Node | None:
-    """activation(sum) or activation(convolution + bias), if nobody else reads what is activated: one step."""
+    """activation(sum) or activation(convolution + bias) -> one step, if nobody else reads the sum."""
     x = n.args[0]
     if not has(x, operator.getitem) or x.args[1] != 0 or not is_only(x):
         return None
@@ -126,7 +126,7 @@ def activated_sum(r: Rewriter, n: Any) -> Node | None:
 
 
 def shifted_norm(r: Rewriter, n: Any) -> Node | None:
-    """A bias or an embedding of each sample, or both, then a norm: the norm adds them as its ``shift``."""
+    """A bias or an embedding of each sample, or both, then a norm -> a norm that adds them as ``shift``."""
     x, i = n.args[0], _SHIFT[n.target]
     args = [*n.args, *[None] * (i + 1 - len(n.args))]
     if not is_only(x) or args[i] is not None:

@@ -16,7 +16,7 @@ from sdfastgn.plans.run import schemas, steps
 # Steps that compute nothing: their results are views wherever strides allow it.
 VIEWS = (steps.reshape, steps.permute, steps.expand, steps.cut)
 
-# Steps of tokens: their results are contiguous.
+# Steps whose results are contiguous, because they compute tokens: rows along the last axis.
 _OF_ROWS = (
     steps.linear,
     steps.linear_e4m3,
@@ -37,7 +37,7 @@ _OF_ROWS = (
 
 
 def is_view(n: Node) -> bool:
-    """True if ``n`` gives its argument or a part of it: without a copy wherever strides allow it."""
+    """True if ``n`` is a view: its argument or a part of it, without a copy wherever strides allow it."""
     if n.op != "call_function":
         return False
     return n.target is operator.getitem or n.target in VIEWS or schemas.is_view(n.target)
@@ -62,7 +62,7 @@ def base(n: Node) -> Node:
 
 
 def copies(n: Any) -> bool:
-    """True if ``n`` is a reshape that has to copy what ``in_memory`` says that it reads."""
+    """True if ``n`` is a reshape that has to copy, for the strides of its argument in ``in_memory``."""
     if n.op != "call_function" or n.target is not steps.reshape:
         return False
     try:
@@ -92,7 +92,7 @@ def in_memory(n: Any) -> Tensor:
         steps.attention_to_first,
     ):  # its kernels write the heads of a token side by side
         return torch.empty((*shape[:-3], shape[-2], shape[-3], shape[-1]), device="meta").transpose(-2, -3)
-    if n.target is steps.group_norm and len(shape) == 3:  # it keeps the order of its argument
+    if n.target is steps.group_norm and len(shape) == 3:  # the norm keeps the order of its argument
         return torch.empty_like(in_memory(n.args[0]))
     writer: Any = n.args[0] if n.target is operator.getitem else n
     if len(shape) not in (4, 5) or writer.target in _OF_ROWS:

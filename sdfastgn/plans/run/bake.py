@@ -118,8 +118,8 @@ class Baked:
     def release(self) -> None:
         """Lets go of the weights until the next call.
 
-        In the meantime no tensor of this object shares their memory, so ``private.is_alone`` can be True of
-        them. Packing and other exchanges of memory need that.
+        In the meantime no tensor of this object shares their memory, so ``private.is_alone`` can return
+        True. Code that gives weights other memory, such as packing, needs that.
         """
         with self._lock:
             if self._bound is not None:
@@ -178,7 +178,7 @@ class Baked:
         self.left = recording.left
 
     def _renewed(self) -> _Bound | None:
-        """The function with the present weights. None if it must be recorded again."""
+        """The function, bound to the present weights. None if the plan must be recorded again."""
         bound = self._bound
         if bound is not None and (bound.run is None or self._addresses() != bound.addresses):
             operands = self._operands()

@@ -258,7 +258,7 @@ def _copies_from_cpu(n: Node) -> bool:
 
 
 def _rows_of_products(graph: fx.Graph, parameters: dict[Node, _Place]) -> list[list[list[_Place]]]:
-    """For each ``linears``: the parameters that should be side by side, as [weights] or [weights, biases]."""
+    """For each step ``linears``: the parameters to put side by side, as [weights] or [weights, biases]."""
     found = []
     for n in graph.nodes:
         rows: Any = [row for row in n.args[1:] if row] if n.target is steps.linears else []
@@ -315,7 +315,7 @@ def _split_constants(
 
 
 def _constants(graph: fx.Graph, tables: list[Node]) -> list[Node]:
-    """The constants of ``graph``, and those of ``tables`` that they are computed from, in order."""
+    """The constants of ``graph``, and the nodes among ``tables`` from which they are computed, in order."""
     found: dict[Node, None] = dict.fromkeys(tables)
     for n in graph.nodes:
         is_folded = (

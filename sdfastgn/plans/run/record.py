@@ -108,7 +108,7 @@ class Recording(NamedTuple):
 
     Attributes:
         actions: in the order in which they ran.
-        memories: all memories. Those of arguments and fixed operands come first.
+        memories: all memories. The memories of arguments and fixed operands come first.
         operands: the place of each operand of the graph.
         inputs: number of operands, the last ones, that are arguments of the call.
         rows: place of a tensor that covers packed operands -> these operands (``kernels/product/packed.py``).

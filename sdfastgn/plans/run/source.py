@@ -70,7 +70,7 @@ def generate(recording: Recording) -> Code:
 
 
 def _view(t: Tensor, own: Place, place: Place) -> Tensor:
-    """The tensor at ``place``, for a tensor ``t`` whose own place was ``own``."""
+    """The view at ``place`` of the memory of ``t``. In the recording, ``t`` was at the place ``own``."""
     if place == own:
         return t
     if place.dtype is own.dtype:
@@ -277,7 +277,7 @@ class _Writer:
         return self.known[place]
 
     def owner(self, place: Place) -> tuple[tuple[int, ...], Place]:
-        """The first operand or row in the memory of ``place``, if possible one of the same dtype."""
+        """The first operand or row in the memory of ``place``, preferably of its dtype, and where it lies."""
         keys = place, (place.memory, place.dtype), place.memory
         return next(self.owners[key] for key in keys if key in self.owners)
 

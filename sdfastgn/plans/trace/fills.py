@@ -18,7 +18,7 @@ from sdfastgn.plans.trace.refusals import refuse
 from sdfastgn.plans.trace.tensors import Step, TracedTensor
 
 aten = torch.ops.aten
-# Ops that write one number into all elements of a tensor, if what they write is one.
+# Ops that fill a tensor with one number, if the value that they write is a number.
 FILLS = {aten.fill_.Tensor, aten.fill_.Scalar, aten.copy_.default, aten.zero_.default}
 _NEW = (aten.full.default, aten.zeros.default, aten.ones.default)
 # More writes than this become a constant.
@@ -28,7 +28,7 @@ _MOST_MEMORY = 1 << 30
 
 
 class Fill(NamedTuple):
-    """The write of ``number`` into the view of a tensor by the steps of ``path``."""
+    """A write of ``number`` into a view of a tensor. The steps of ``path`` make the view."""
 
     path: tuple[Step, ...]
     number: Any
@@ -63,7 +63,7 @@ def filled(made: fx.Node, fills: Sequence[Fill]) -> tuple[Tensor, Tensor | None]
 
 
 def _different_rows(shape: Sequence[int], fills: Sequence[Fill]) -> tuple[list[Fill], list[int]] | None:
-    """The fills of rows that differ, and which of these each row of a tensor is.
+    """(the fills of the rows that differ, and for each row of the tensor the index of its fills).
 
     None if more than half of the rows differ, or if some of ``fills`` write into several rows.
     """

@@ -54,12 +54,12 @@ class Memory:
     """What a trace does not know of a tensor's memory, because strides of results may differ by device.
 
     A tensor and its views have the same memory. If strides decide whether a result is a view or a copy, it
-    has a memory of its own.
+    has its own ``Memory``.
 
     Attributes:
-        is_guess: True if the strides may differ from those of the trace.
+        is_guess: True if the strides may differ from the strides in the trace.
         others: the ``Memory`` of each tensor that may lie in the same memory.
-        is_written: True if a tensor with one of the others has been written.
+        is_written: True if a tensor in one of the ``others`` has been written.
     """
 
     __slots__ = ("is_guess", "is_written", "others")

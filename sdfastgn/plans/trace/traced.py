@@ -38,7 +38,7 @@ class Traced(NamedTuple):
             aten stay whole. ``node.meta`` of each node whose value is a tensor has "shape" (a tuple), "dtype"
             and "device". The output is a flat list.
         parameters: (module, "_parameters" or "_buffers", name) of each parameter or buffer that is read.
-        others: tensors from elsewhere that are read, such as those of closures and plain attributes.
+        others: other tensors that are read, for example in closures and plain attributes.
         spec: the ``TreeSpec`` of (args, kwargs).
         out_spec: the ``TreeSpec`` of the result.
         slices: the ``Slices`` of the call, if ``graph`` computes one of them (``rewrite/slices.py``).

@@ -365,19 +365,19 @@ class Tracer(TorchDispatchMode):
         return args[0]
 
     def batch_norm(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """It writes its running statistics in training, although its signature does not say so."""
+        """A batch norm writes its running statistics in training, although its signature does not say so."""
         if args[3] is not None and args[5]:
             refuse("the call runs a batch norm in training")
         return self.plain(op, args, kwargs)
 
     def cudnn_convolution(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """As the convolution that it computes: ComfyUI calls cuDNN itself."""
+        """Traced as ``aten.convolution``: ComfyUI calls cuDNN's convolution itself."""
         x, weight, padding, stride, dilation, groups, *_ = args
         sizes = stride, padding, dilation, False, [0] * len(stride), groups
         return self.plain(aten.convolution.default, (x, weight, None, *sizes), {})
 
     def weight_norm(self, op: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
-        """In ops of its definition, because this op reads memory as if its arguments were contiguous."""
+        """Traced as the ops of its definition, because it reads its arguments as if they were contiguous."""
         v, g, *rest = args
         dim = rest[0] if rest else kwargs.get("dim", 0)
         kind = torch.float64 if v.dtype is torch.float64 else torch.float32
@@ -425,7 +425,7 @@ class Tracer(TorchDispatchMode):
         return traced
 
     def depends_on_values(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """An op whose result, or its shape, Python learns from values: these may depend on literals only."""
+        """An op whose result, or its shape, depends on values. The values may depend on literals only."""
         _, a, k = self.read_all(op, args, kwargs)
         a, k = fx.node.map_arg((a, k), self.value)
         out = op(*a, **k)
@@ -450,7 +450,7 @@ class Tracer(TorchDispatchMode):
         return self.values[node]
 
     def indexed(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """``x[...]`` by tensors: how many elements a mask selects depends on its values."""
+        """``x[...]`` with tensors as indices: how many elements a mask selects depends on its values."""
         indices: list[Any] = []
         for i in args[1]:
             if i is not None and i.dtype in (torch.bool, torch.uint8):
@@ -498,7 +498,7 @@ class Tracer(TorchDispatchMode):
         return True
 
     def may_be_late(self, x: Any) -> bool:
-        """True if views of x are most often not read: writes into it wait, or it is a number."""
+        """True if views of x are rarely read, because writes into x wait or x is a number."""
         base = x.owner if type(x) is TracedTensor else None
         return base is not None and (bool(base.fills) or base.node in self.number_of)
 

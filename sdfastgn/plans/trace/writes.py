@@ -104,7 +104,7 @@ def _expanded(step: Step, before: fx.Node, m: Metadata, v: fx.Node) -> tuple[Any
 
 
 def _again(op: Any) -> _Inverse:
-    """Ops that undo themselves when they run again with the same arguments."""
+    """For ops that undo themselves when they run again with the same arguments."""
     return lambda step, before, m, v: (op, (v, *step.args))
 
 

@@ -252,7 +252,7 @@ def group_norm(
     """``activation(group_norm(x + shift) * (1 + ada_scale) + ada_shift)``.
 
     ``framewise``: each frame of a video is normalized by itself, and is a sample of scale and shift.
-    ``statistics`` are those of all samples, or of images that are the frames of all samples.
+    ``statistics``: of each sample, or of each frame of each sample.
     """
     images = _in_channels_last(x).transpose(1, 2).flatten(0, 1) if framewise else x
     statistics = _statistics_of(statistics, len(images), math.prod(images.shape[2:]))
@@ -309,7 +309,7 @@ def frames(
     x, operands = _in_channels_last(x), None
     if isinstance(norm, Group) and norm.pads_first:
         norm = norm._replace(statistics=_padded_statistics(norm.statistics, x, front, back))
-        if norm.statistics is None:  # then the pads need a pass of their own
+        if norm.statistics is None:  # then the pads need a separate pass
             x = pad_frames_op.pad_frames(x, front=front, back=back, mode=mode)[0]
             front, back, norm = 0, 0, norm._replace(pads_first=False)
     elif isinstance(norm, Group):
@@ -345,7 +345,7 @@ def _statistics_of(statistics: Any, samples: int, positions: int) -> Any:
 
 
 def _padded_statistics(statistics: Any, x: Tensor, front: int, back: int) -> Any:
-    """Statistics of x with copies of its end frames around it, from its frames' statistics. None as above."""
+    """``_statistics_of`` x with copies of its end frames around it, from the statistics of its frames."""
     N, _, T, H, W = x.shape
     if statistics is None:
         statistics = statistics_op.channel_statistics(x.movedim(2, 1).flatten(0, 1))
