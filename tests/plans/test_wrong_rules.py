@@ -124,7 +124,7 @@ WRONG = [
         "cells",
         "if has(n, aten.mul.Tensor) else scale / factor",
         "if factor else scale",
-        first=647,
+        first=831,
     ),
     Wrong(
         "channels may be added twice",
@@ -327,9 +327,9 @@ WRONG = [
         "ada_norms",
         "if total is not None and _depends(after, norm.x, places):",
         "if False:",
-        first=303,
+        first=64,
     ),
-    Wrong("the bias of a part is lost", "ada_norms", "elif bias is not None:", "elif False:", first=80),
+    Wrong("the bias of a part is lost", "ada_norms", "elif bias is not None:", "elif False:", first=211),
     Wrong(
         "a gate has any number of columns",
         "ada_norms",
@@ -342,7 +342,7 @@ WRONG = [
         "ada_norms",
         "if torch.promote_types(dtype(n), dtype(root)) != dtype(n):",
         "if False:",
-        first=26,
+        first=131,
     ),
     Wrong(
         "pairs are turned in either direction",
@@ -468,7 +468,7 @@ WRONG = [
     Wrong("samples may be mixed", "slices", "axis is None or axis in along", "axis is None"),
     Wrong("samples may be anywhere after a reshape", "slices", " and math.prod(after[:i]) == outer", ""),
     Wrong("a sample has any number of elements", "slices", "size % samples == 0 and ", "", 279),
-    Wrong("operands are aligned at the first axis", "slices", "rank(n) - rank(a) for", "0 for", 202),
+    Wrong("operands are aligned at the first axis", "slices", "rank(n) - rank(a) for", "0 for", 360),
     Wrong("a tensor of all samples has any size", "slices", "if others or size != (", "if others and ("),
     Wrong("samples have the same values", "slices", "_is_equal_along_samples(n, samples) else", "True else"),
 ]
