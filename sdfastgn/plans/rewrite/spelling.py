@@ -379,7 +379,8 @@ def _attention(
     """
     if dropout:
         return None
-    if mask is not None and (stairs := _stairs(mask)) is not None and rank(q) == 4:
+    stairs = None if mask is None or more[0] else _stairs(mask)
+    if stairs is not None and rank(q) == rank(k) == rank(v) == 4 and shape(k)[2] == shape(mask)[-1]:
         return _attention_of_stairs(r, n, (q, k, v), stairs, more)
     if mask is not None and shape(q)[-2] == shape(k)[-2] == shape(mask)[-2] and _is_triangle(mask):
         mask, more = None, (True, *more[1:])
@@ -415,11 +416,13 @@ def _stairs(mask: Node) -> list[tuple[int, int]] | None:
     """
     last, n = shape(mask)[-2:], mask
     while has(n, steps.cast, steps.reshape, steps.expand, aten._to_copy.default) and shape(n)[-2:] == last:
+        if dtype(n).is_floating_point != dtype(n.args[0]).is_floating_point:
+            return None  # as a bool, -inf is True
         n = n.args[0]
     if not has(n, aten.index_select.default) or n.args[1] != 0 or 0 in last:
         return None
     values, which = (_constant(a) for a in (n.args[0], n.args[2]))  # as ``trace/fills.py`` makes them
-    if values is None or which is None or dtype(mask) not in (values.dtype, torch.bool):
+    if values is None or which is None:
         return None
     is_seen = values if values.dtype is torch.bool else values == 0
     counts = is_seen.sum(-1)

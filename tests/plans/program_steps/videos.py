@@ -128,7 +128,8 @@ def spatial_norm(p: Program, x: str) -> None:
     )
     y = p.add(activated(p, p.let(y)))
     if p.chance(0.4):
-        p.add(convolved(p, y, kernel=3, out=C))
+        causal = f"F.pad({y}, (1, 1, 1, 1, 2, 0), mode='replicate')"
+        p.add(convolved(p, p.let(p.choice(y, causal)), kernel=3, out=C))
 
 
 @step(VIDEOS, 3)
@@ -162,3 +163,215 @@ def attention_over_frames(p: Program, x: str) -> None:
     t = p.let(f"{x}.permute(0, 3, 4, 2, 1).reshape({N * H * W}, {T}, {C})")
     y = attended(p, p.let(f"F.layer_norm({t}, ({C},))"), t)
     p.add(f"({y} + {t}).reshape({N}, {H}, {W}, {T}, {C}).permute(0, 4, 3, 1, 2)")
+
+
+# ---- chunks, borders and zeros
+
+
+NORMS = ("F.silu(F.group_norm({}, 2))", "F.silu(F.normalize({}, dim=1) * 3)", "F.relu({})", "{}")
+BORDERS = ((1, 1, 1, 1), (1, 1, 1, 1), (0, 0, 0, 0), (1, 1, 2, 2), (1, 0, 0, 1))
+MODES = (*(", mode='replicate'", "", ", mode='reflect'") * 2, ", value=1.0")
+
+
+@step(VIDEOS, 2)
+def chunks_that_carry_borders(p: Program, x: str) -> None:
+    """Chunks of frames with borders, each after the last frames of the one before it, with their borders."""
+    C, T = p.shape(x)[1:3]
+    weight, bias = p.tensor(C, C, 3, 3, 3, scale=0.2 / C**0.5, last=p.chance(0.8)), p.tensor(C)
+    norm, border, mode, size = p.choice(*NORMS), p.choice(*BORDERS), p.choice(*MODES), p.choice(1, 1, 2)
+    kept, parts = "", []
+    for i in range(0, T, size):
+        front = 0 if kept and p.chance(0.95) else 2
+        how = p.choice(*MODES) if p.chance(0.05) else mode
+        v = p.let(norm.format(f"{x}[:, :, {i}:{i + size}]"))
+        v = p.let(f"F.pad({v}, {(*border, front, 0)}{how})")
+        if kept:
+            v = p.let(f"torch.cat([{kept}, {v}], 2)")
+        part = "[:, :, -2:]" if p.chance(0.9) else p.choice("[:, :, :2]", "[:, :, -3:-1]")
+        kept = p.let(f"{v}{part}{p.choice('.clone()', '.clone()', '')}")
+        if p.chance(0.05):
+            p.add(p.choice(v, kept))
+        parts.append(p.let(f"F.conv3d({v}, {weight}, {bias})"))
+    p.add(f"torch.cat([{', '.join(parts)}], 2)")
+
+
+SIDE_BY_SIDE = """
+torch.cat([torch.zeros_like({v}[:, :, :2]), {v}], 2)
+torch.cat([{v}.new_zeros({two}), torch.cat([{cache}, {v}], 2)], 2)
+torch.cat([{v}.new_zeros({two}), {v}, {v}.new_zeros({two})], 2)
+torch.cat([{v}.new_zeros({two}), {v}, {cache}], 2)
+torch.cat([{v}, {v}.new_zeros({two}), {cache}], 2)
+torch.cat([torch.full_like({v}[:, :, :2], 0.5), {v}], 2)
+torch.cat([torch.zeros_like({v}), {v}], 1)
+torch.cat([F.pad({v}, {a}{mode}), F.pad({cache}, {a}{mode})], 2)
+torch.cat([F.pad({v}, {a}{mode}), F.pad({cache}, {b}{mode})], 2)
+torch.cat([F.pad({v}, {b}{mode}), F.pad({cache}, {a}{mode})], 2)
+torch.cat([F.pad({v}, {a}{mode}), F.pad({cache}, {a}{other})], 2)
+torch.cat([F.pad({v}, {a}{mode}), F.pad({v}, {a}{mode})], {dim})
+F.pad({v}, {a}{mode})[:, :, -2:].clone()
+F.pad({v}, {a}{mode})[:, :, 1:3].clone()
+F.pad({v}, {a}{mode})[:, :, 1:-1].clone()
+F.pad({v}, {a}{mode})[:, :, :2].clone()
+F.pad({v}, {a}{mode})[..., 1:4, :].clone()
+F.pad({v}, {a}{mode})[:, :2].clone()
+"""
+
+
+@step(VIDEOS, 3)
+def frames_beside_frames(p: Program, x: str) -> None:
+    """Zeros and padded frames beside others, copies of parts of padded frames; then often a convolution."""
+    N, C, _, H, W = p.shape(x)
+    v = p.let(p.choice(*NORMS).format(x))
+    left, right, top, bottom = p.choice(*BORDERS)
+    border = (left + right, 0, 0, top + bottom) if p.chance(0.5) else (left, right, top, bottom)
+    a = (left, right, top, bottom, *p.choice((0, 0), (2, 0), (2, 0), (1, 2)))
+    b = (*border, *p.choice((0, 0), (0, 0), (0, 1), (2, 0)))
+    names = {"cache": p.tensor(N, C, 2, H, W, kind="x"), "two": (N, C, 2, H, W), "dim": p.choice(1, 2, 3)}
+    modes = {"mode": p.choice(*MODES), "other": p.choice(*MODES)}
+    y = p.let(p.one_of(SIDE_BY_SIDE, v=v, a=a, b=b, **names, **modes))
+    if p.chance(0.3):
+        p.add(p.choice(y, v, f"{y}[:, :, -2:].clone()", f"{y}[:, :, :1]"))
+    if p.chance(0.7) and p.shape(y)[2] > 2:
+        y = p.let(convolved(p, y, kernel=3, out=C, padding=(0, 1, 1)))
+    p.add(y)
+
+
+# ---- convolutions of parts, of one frame, and of upsampled frames
+
+
+@step(VIDEOS, 2)
+def conv_in_parts(p: Program, x: str) -> None:
+    """Convolutions of successive parts of a video, which overlap, side by side."""
+    N, C, _, H, W = p.shape(x)
+    v, cache = p.let(p.choice(*NORMS).format(x)), p.tensor(N, C, 2, H, W, kind="x")
+    y = p.let(p.choice(f"torch.cat([{cache}, {v}], 2)", f"F.pad({v}, (0, 0, 0, 0, 2, 0))", v))
+    weights = [p.tensor(C, C, 3, 3, 3, scale=0.2 / C**0.5, last=True)] * 3 + [p.tensor(C, C, 3, 3, 3)]
+    length, stride = p.choice(3, 3, 4), p.choice(1, 1, 2)
+    each = stride * ((length - 3) // stride + 1) if p.chance(0.8) else p.choice(1, 2)
+    starts = [*range(p.choice(0, 0, 1), p.shape(y)[2] - length + 1, each)]
+    if p.chance(0.1):
+        starts = starts[::-1]
+    more = f"{p.choice('None', p.tensor(C))}, stride={(stride, 1, 1)}, padding={p.choice((0, 1, 1), 0, 1)}"
+    last = p.choice(*weights)
+    parts = [
+        p.let(f"F.conv3d({y}[:, :, {s}:{s + length}], {last if s == starts[-1] else weights[0]}, {more})")
+        for s in starts
+    ]
+    if p.chance(0.2):
+        p.add(p.choice(y, *parts))
+    p.add(f"torch.cat([{', '.join(parts)}], {p.choice(2, 2, 2, 2, 1)})")
+
+
+ONE_FRAME = """
+F.conv3d({v}, {w}[:, :, -1:], {b}, padding=(0, 1, 1))
+F.conv3d({v}, {w}[:, :, -1:], {b}, padding=(0, 1, 1))
+F.conv3d({v}, {w}[:, :, 2:], {b}, stride=(2, 1, 2), padding=(0, 1, 1))
+F.conv3d({v}, {w}[:, :, 1:2], {b}, padding=(0, 1, 1))
+F.conv3d({v}, {w}[:, :, :1], {b}, padding=(0, 1, 1))
+F.conv3d({v}, {w}[:, :, -1:], {b}, padding=1)
+F.conv3d({v}, {w}[:, :, :, -1:], {b}, padding=1)
+F.conv3d(F.pad({v}, (1, 1, 1, 1, 2, 0)), {w}, {b})
+F.conv3d(torch.cat([torch.zeros_like({v})] * 2 + [{v}], 2), {w}, {b}, padding=(0, 1, 1))
+"""
+
+
+@step(VIDEOS)
+def conv_of_one_frame(p: Program, x: str) -> None:
+    """The first frame, as an image that meets a part of the weight; sometimes all frames."""
+    C = channels(p, x)
+    v = p.let(p.choice(*NORMS).format(f"{x}[:, :, :1]" if p.chance(0.8) else x))
+    w = p.tensor(C, C, 3, 3, 3, scale=0.2 / C**0.5, last=p.chance(0.8))
+    p.add(p.one_of(ONE_FRAME, v=v, w=w, b=p.choice("None", p.tensor(C))))
+
+
+FIRST_FRAME = "F.interpolate({v}[:, :, 0], scale_factor=2.0)[:, :, None]"
+UPSAMPLED_FRAMES = (
+    "F.interpolate({v}, scale_factor=(2.0, 1.0, 1.0))",
+    "F.interpolate({v}, scale_factor=(1.0, 2.0, 2.0))",
+    "F.interpolate({v}, scale_factor=2.0)",
+    f"torch.cat([{FIRST_FRAME}, F.interpolate({{v}}[:, :, 1:], scale_factor=2.0)], 2)",
+    f"torch.cat([{FIRST_FRAME}, F.interpolate({{v}}[:, :, 1:], scale_factor=(1.0, 2.0, 2.0))], 2)",
+    "{v}",
+)
+AFTER_FRAMES = """
+F.pad({y}, (0, 0, 0, 0, 2, 0), mode='replicate')
+F.pad({y}, (0, 0, 0, 0, 2, 0), mode='replicate')
+F.pad({y}, (0, 0, 0, 0, 1, 1), mode='replicate')
+F.pad({y}, (0, 0, 0, 0, 2, 0))
+F.pad({y}, (0, 0, 0, 0, 2, 0), value=1.0)
+F.pad({y}, (1, 1, 1, 1, 2, 0), mode='replicate')
+torch.cat([{y}[:, :, :1]] * 2 + [{y}], 2)
+torch.cat([{y}, {y}[:, :, -1:], {y}[:, :, -1:]], 2)
+torch.cat([{cache}, {y}], 2)
+"""
+
+
+@step(VIDEOS, 2)
+def upsampled_and_padded(p: Program, x: str) -> None:
+    """Upsampling, pads along time, and a convolution, with norms between them; others read the frames too."""
+    C = channels(p, x)
+    if math.prod(p.shape(x)) > 1500:
+        return
+    v = p.let(p.choice(*NORMS).format(x if p.chance(0.4) else f"{x}[:1]"))
+    y = p.let(p.choice(*UPSAMPLED_FRAMES).format(v=v))
+    N, _, _, *size = p.shape(y)
+    z = p.let(p.one_of(AFTER_FRAMES, y=y, cache=p.tensor(N, C, 2, *size, kind="x")))
+    if p.chance(0.25):
+        z = p.let(p.choice(*NORMS).format(z))
+    groups, k = p.choice(1, 2), p.choice(1, 1, 3)
+    weight = p.tensor(C, C // groups, 3, k, k, scale=0.5 / C**0.5, last=p.chance(0.8))
+    h = p.let(f"F.conv3d({z}, {weight}, {p.tensor(C)}, padding={(0, k // 2, k // 2)}, groups={groups})")
+    if p.chance(0.3):
+        p.add(p.choice(y, y, z, v, f"{y}[:, :, -1:]", f"{z}[:, :, -2:].clone()"))
+    p.add(f"{h} + {y}" if p.shape(h) == p.shape(y) and p.chance(0.6) else h)
+
+
+# ---- masks of frames
+
+
+ROWS = """
+for i in range({S}): {m}[i, : (i // {n} + 1) * {n}] = {seen}
+for i in range({S}): {m}[i, : (i // {n} + 1) * {n}] = {seen}
+for i in range({S}): {m}[i, : (i // {n} + 1) * {n}] = {seen}
+for i in range({S}): {m}[i, : (i // {n}) * {n} + 1] = {seen}
+for i in range({S}): {m}[i, (i // {n}) * {n} :] = {seen}
+for i in range({S}): {m}[i, (i // {n}) * {n} :] = {seen}
+for i in range({S}): {m}[:, i][: (i // {n} + 1) * {n}] = {seen}
+for i in range({S}): {m}[{S} - 1 - i, : (i // {n} + 1) * {n}] = {seen}
+for i in range({S}): {m}[i, : (i % 3 + 1) * {n}] = {seen}
+"""
+
+
+@step(VIDEOS, 2)
+def attention_to_earlier_frames(p: Program, x: str) -> None:
+    """Attention with a mask that hides later frames; sometimes another mask, or none."""
+    N, C, T, H, W = p.shape(x)
+    S, n = T * H * W, p.choice(H * W, H * W, H * W, 4)
+    if S > 200 or N * C * S > 4000:
+        return
+    q, k, v = (p.let(f"{convolved(p, x, kernel=1, out=C)}.flatten(2).mT[:, None]") for _ in "qkv")
+    rows = p.choice(*ROWS.strip().splitlines())
+    keys = 1 if "[i, :" in rows and p.chance(0.1) else S  # one number for all keys
+    new, seen = p.choice(
+        *[(f"torch.full(({S}, {keys}), -float('inf'), dtype={x}.dtype)", 0)] * 4,
+        *[(f"torch.zeros({S}, {keys}, dtype=torch.bool)", True)] * 2,
+        (f"torch.full(({S}, {keys}), -2.0, dtype={x}.dtype)", 0),
+        (f"torch.zeros({S}, {keys}, dtype={x}.dtype)", 1),
+    )
+    m = p.let(new)
+    p.do(rows.format(S=S, m=m, n=n, seen=seen))
+    if p.chance(0.1):
+        p.do(p.choice(f"{m}[3, 0] = {m}[0, -1]", f"{m}[:, 1] = {m}[0, -1]", f"{m}[5] = {seen}"))
+    batch = f"{m}[None, None].expand({N}, 1, -1, -1)"
+    mask = p.choice(*[m] * 4, batch, f"{m}[None]", f"{m}.mT", f"{m}.flip(1)", f"{m}.bool()")
+    if p.chance(0.05):
+        mask = f"{m}.bool().to({x}.dtype)"
+    if p.chance(0.15):
+        q, k, v, mask = f"{q}[:, 0]", f"{k}[:, 0]", f"{v}[:, 0]", p.choice(f"{m}[None]", "None", "None")
+    elif p.chance(0.1):
+        k, v = f"{k}[0]", f"{v}[0]"
+    elif p.chance(0.1):
+        k, v, mask = f"{k}[:, :, :{n}]", f"{v}[:, :, :{n}]", f"{mask}[..., :{n}]"
+    options = p.choice("", "", "", ", scale=0.3", ", scale=0.3", ", is_causal=True")
+    y = p.let(f"F.scaled_dot_product_attention({q}, {k}, {v}, {mask}{options})")
+    p.add(f"{y}.mT.reshape({p.shape(x)}) + {x}")

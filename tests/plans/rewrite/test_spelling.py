@@ -506,10 +506,10 @@ def test_masks_that_are_no_triangle_of_ones_stay(mask):
     assert step.args[3] is not None
 
 
-def of_frames(x, positions, hidden=-math.inf, dtype=None):
+def of_frames(x, positions, hidden=-math.inf, dtype=None, keys=None):
     """A mask that shows a frame of ``positions`` tokens itself and earlier frames, filled as a model does."""
     S = x.shape[2]
-    mask = torch.full((S, S), hidden, dtype=dtype or x.dtype)
+    mask = torch.full((S, keys or S), hidden, dtype=dtype or x.dtype)
     for i in range(S):
         mask[i, : (i // positions + 1) * positions] = 0 if hidden else 1
     return mask
@@ -541,6 +541,9 @@ def test_each_frame_attends_to_the_frames_that_it_sees(mask):
         lambda x: of_frames(x, 24).flip(1),
         lambda x: of_frames(x, 24) * 0.5 + x[0, 0, :, :1],
         lambda x: torch.cat([of_frames(x, 24)[24:], of_frames(x, 24)[:24]]) * 2,
+        lambda x: of_frames(x, 24).bool(),  # it shows what of_frames hides
+        lambda x: of_frames(x, 24).bool().to(x.dtype),
+        lambda x: of_frames(x, 24, keys=1),  # one number for all keys
     ],
 )
 def test_other_masks_of_frames_stay(mask):
@@ -548,6 +551,23 @@ def test_other_masks_of_frames_stay(mask):
     plan = checked(lambda x: F.scaled_dot_product_attention(x, x, x, mask(x)), x)
     (step,) = [n for n in plan.graph.nodes if n.target is steps.attention]
     assert step.args[3] is not None
+
+
+@pytest.mark.parametrize("size", [(1, 72, 5), (72, 5)])
+def test_keys_of_all_samples_have_a_mask_of_frames(size):
+    """They have fewer axes than the queries."""
+
+    def call(q, k):
+        return F.scaled_dot_product_attention(q, k, k, of_frames(q, 24))
+
+    assert steps_of(call, torch.randn(2, 1, 72, 5), torch.randn(size)).count("attention") == 1
+
+
+def test_a_mask_of_frames_beside_a_triangle_stays():
+    def call(x):
+        return F.scaled_dot_product_attention(x, x, x, of_frames(x, 24), is_causal=True)
+
+    assert steps_of(call, torch.randn(1, 1, 72, 5)).count("attention") == 1
 
 
 def test_a_mask_of_frames_needs_the_memory_of_a_row_for_each_frame(monkeypatch):
