@@ -64,10 +64,14 @@ WRONG = [
         "norms",
         "weight is bias is None and scale == 1 and",
         "weight is bias is None and",
-        first=80,
+        first=399,
     ),
     Wrong(
-        "a parameter of a norm has any shape", "norms", "is_outside(t) and is_small and", "is_outside(t) and"
+        "a parameter of a norm has any shape",
+        "norms",
+        "is_outside(t) and is_small and",
+        "is_outside(t) and",
+        first=531,
     ),
     Wrong(
         "the samples of a norm may move",
@@ -117,7 +121,7 @@ WRONG = [
         "cells",
         "any(c.x is not chains[0].x for c in chains):\n        return None\n    filters_",
         "False:\n        return None\n    filters_",
-        first=333,
+        first=1092,
     ),
     Wrong(
         "sums of cells are divided by what they are multiplied by",
@@ -198,6 +202,7 @@ WRONG = [
         "convolutions",
         "(times[0], 1, 1), first_once)",
         "(times[0], 1, 1), False)",
+        first=1342,
     ),
     Wrong(
         "any activation of a convolution is ReLU",
@@ -292,7 +297,7 @@ WRONG = [
         "frames",
         'if source.of_time != "replicate" or source.mode is None:',
         "if source.mode is None:",
-        first=1063,
+        first=1672,
     ),
     Wrong(
         "repeated frames do not count in the norm after them",
@@ -320,7 +325,7 @@ WRONG = [
         "views",
         "(p.axis, p.kept, p.views) != (first.axis, first.kept, first.views)",
         "p.kept != first.kept",
-        first=262,
+        first=175,
     ),
     Wrong(
         "a modulation may depend on the sum before the norm",
@@ -467,7 +472,7 @@ WRONG = [
     ),
     Wrong("samples may be mixed", "slices", "axis is None or axis in along", "axis is None"),
     Wrong("samples may be anywhere after a reshape", "slices", " and math.prod(after[:i]) == outer", ""),
-    Wrong("a sample has any number of elements", "slices", "size % samples == 0 and ", "", 279),
+    Wrong("a sample has any number of elements", "slices", "size % samples == 0 and ", "", 879),
     Wrong("operands are aligned at the first axis", "slices", "rank(n) - rank(a) for", "0 for", 360),
     Wrong("a tensor of all samples has any size", "slices", "if others or size != (", "if others and ("),
     Wrong("samples have the same values", "slices", "_is_equal_along_samples(n, samples) else", "True else"),
