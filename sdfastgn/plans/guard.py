@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.patches.code.stateless import CodeState, packages_of
 from sdfastgn.patches.code.states import States
 from sdfastgn.patches.graphs.models import is_harmless
@@ -51,10 +52,17 @@ class Guard:
         self._module = weakref.ref(module)
         self._states, self._state = states, state
         self._code = CodeState(module, TRUSTED | trusted)
-        trusted |= frozenset() if self._code.reason else packages_of(module)
-        options = {"has_factors": False, "may_move": True, "trusted": trusted, "apart": apart}
-        self._watch = Watch(module, is_harmless, device, survey, **options)  # type: ignore[arg-type]
-        self.reason = self._code.reason or self._watch.reason
+        self._watch: Watch | None = None
+        self.reason = self._code.reason
+        try:
+            trusted |= frozenset() if self._code.reason else packages_of(module)
+            options = {"has_factors": False, "may_move": True, "trusted": trusted, "apart": apart}
+            self._watch = Watch(module, is_harmless, device, survey, **options)  # type: ignore[arg-type]
+            self.reason = self.reason or self._watch.reason
+        except Exception as error:
+            # Watch reads properties of users' classes, which may raise any error. Another thread that begins
+            # to ``optimize`` the model also makes it raise one, because it writes into modules.
+            self.reason = f"its state cannot be watched: {one_line(error)}"
         if states.are_too_many:
             self.reason = "other code replaces and puts back what it runs, in too many ways"
 
@@ -65,7 +73,7 @@ class Guard:
     def same(self) -> bool:
         """True if nothing has changed since the guard was made, neither in the code nor in the module."""
         module = self._module()
-        if module is None or not self.is_in_state():
+        if module is None or self._watch is None or not self.is_in_state():
             return False
         return self._code.same() and self._watch.unchanged(module)
 
@@ -81,7 +89,7 @@ class Guard:
     def change(self) -> str:
         """What has changed in the module, in words."""
         module = self._module()
-        if module is None:
+        if module is None or self._watch is None:
             return ""
         return self._code.change() or self._watch.what_changed(module)
 

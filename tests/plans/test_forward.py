@@ -751,6 +751,29 @@ def test_copies_have_plans_of_their_own(pair, copied):
     assert (len(planned(other).plans), planned(other).own) == (1, {})
 
 
+class Odd:
+    """An object at which nothing can look at first."""
+
+    looks = 0
+
+    @property
+    def func(self):
+        Odd.looks += 1
+        if Odd.looks < 2:
+            raise LookupError("not now")
+        return 1
+
+
+def test_a_model_that_cannot_be_looked_at_runs_its_own_code_until_it_can(monkeypatch):
+    monkeypatch.setattr(Odd, "looks", 0)
+    stock = net()
+    stock.blocks.extra = Odd()
+    model = sdfastgn.optimize(copy.deepcopy(stock))
+    follows_stock(model, stock)
+    assert planned(model).own == {"its state cannot be watched: LookupError: not now": 1}
+    assert planned(model).calls == 1
+
+
 def test_shallow_copies_run_their_own_code(pair):
     model, stock = pair
     other = copy.copy(model)

@@ -160,8 +160,8 @@ def capture_call(
         forward: runs the call: the module's bound method, or what runs it by plans.
         call: the arguments. The graph gets copies of them.
         backend: the backend of the device of ``call``.
-        watch_of_now: returns a ``Watch`` that records the present state of the module. It is called just
-            before the capture.
+        watch_of_now: returns a ``Watch`` that records the present state of the module. It is called
+            before a warm-up, and just before the capture.
         is_warm: True if this thread has made a call of this kind before, so that kernels are compiled and
             cuDNN has chosen its algorithms. If False, ``kind.warm_up`` does this before the capture.
         scratch: attributes of the module that each call sets before it reads them, and that hold no tensors
@@ -189,10 +189,11 @@ def capture_call(
             raise Unsupported("its forward changes the lists or dicts that it is given")
         return output
 
-    if not is_warm:
+    watch = watch_of_now()
+    if not is_warm:  # of a model that can be watched: in others, one more run may have an effect
         with backend.ordered():
             kind.warm_up(module, buffers, run)
-    watch = watch_of_now()
+        watch = watch_of_now()  # the warm-up may fill tables
     with backend.ordered(), backend.allocating():
         watch.factors.allocate(call.device)  # type: ignore[arg-type]
     versions, writes, graph = [buffer._version for buffer in buffers], watch.writes(), None

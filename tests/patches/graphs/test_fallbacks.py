@@ -114,6 +114,15 @@ def test_not_captured_with_a_reason(spoil, reason):
     assert reason in str(sdfastgn.report(unet))
 
 
+def test_each_call_that_cannot_be_captured_runs_once():
+    """Another run would show: what a hook does happens once in each call."""
+    unet, _, inputs = make(mode=True)
+    calls = []
+    unet.mid_block.register_forward_pre_hook(lambda m, args: calls.append(1))
+    run(unet, inputs, calls=3)
+    assert len(calls) == 3
+
+
 def test_a_model_in_training_mode():
     """diffusers' pipelines leave the UNets of AnimateDiff and ControlNet-XS in this mode."""
     unet, stock, inputs = make()

@@ -408,10 +408,16 @@ def own_checkpointing(unet):
     unet.enable_gradient_checkpointing(lambda block, *args: checkpoint(block, *args, use_reentrant=False))
 
 
+def checkpointing_with_options(unet):
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    unet.enable_gradient_checkpointing(partial(checkpoint, **options))
+
+
 REASONS = [
     (dropout, "random numbers"),
     (checkpointed_dropout, "random numbers"),
-    (own_checkpointing, "gradient checkpointing"),
+    (own_checkpointing, "gradient_checkpointing_func"),
+    (checkpointing_with_options, "gradient checkpointing is unknown"),
     (hooked, "backward hooks"),
 ]
 
