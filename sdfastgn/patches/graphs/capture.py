@@ -206,8 +206,7 @@ def capture_call(
     except Exception as error:
         if not is_warm:
             raise Unsupported(f"capture failed: {one_line(error)}") from error
-    # The capture failed although an earlier call of this kind had warmed up. Since then the model or the
-    # alignment of a tensor may have changed. So the capture is tried once more, with a warm-up.
+    # An earlier call had warmed up, so what the capture needs has changed since. A new warm-up may help.
     if graph is None:
         given = kind, module, forward, call, backend, watch_of_now
         return capture_call(*given, is_warm=False, scratch=scratch)
