@@ -180,7 +180,7 @@ class Report:
     def _waiting(self) -> list[str]:
         """The models with plans turned on, without those inside of others. Empty if any was called yet."""
         on = [p for p in self.plans if p.is_on]
-        if any(p.plans or p.calls or p.own for p in on):
+        if any(p.was_called for p in on):
             return []
         outer = {p.path for p in on}
         inner = [p for p in on if any(p.path != o and (not o or p.path.startswith(f"{o}.")) for o in outer)]
@@ -267,7 +267,7 @@ class Report:
                     notes.append(f"last recapture: {g.last_change}")
                 state = f"{g.alive} alive, {g.replays} calls replayed"
                 found.append((f"CUDA graphs of {g.path or g.kind}: {state}", notes))
-        found += _plans_paragraphs(p for p in self.plans if p.plans or p.calls or p.own)
+        found += _plans_paragraphs(p for p in self.plans if p.was_called)
         if waiting := self._waiting():
             found.append((f"runs as plans where kernels run: {', '.join(waiting)}", []))
         for p in self.plans:

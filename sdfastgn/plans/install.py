@@ -86,6 +86,11 @@ class Planned:
     own: dict[str, int] = field(default_factory=dict)
     last_change: str = ""
 
+    @property
+    def was_called(self) -> bool:
+        """True if there was a call of the module, also if only the capture of a CUDA graph made it."""
+        return bool(self.plans or self.calls or self.own)
+
 
 @dataclass(frozen=True)
 class Kind:
