@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.patches.code.stateless import CodeState, packages_of
 from sdfastgn.patches.code.states import States
 from sdfastgn.patches.graphs.models import is_harmless
-from sdfastgn.patches.graphs.watch import TRUSTED, Watch
+from sdfastgn.patches.graphs.watch import TRUSTED, Watch, reason_of_error
 from sdfastgn.patches.lora.adapter_survey import AdapterSurvey
 from sdfastgn.plans.trace.traced import Untraceable
 
@@ -60,9 +59,8 @@ class Guard:
             self._watch = Watch(module, is_harmless, device, survey, **options)  # type: ignore[arg-type]
             self.reason = self.reason or self._watch.reason
         except Exception as error:
-            # Watch reads properties of users' classes, which may raise any error. Another thread that begins
-            # to ``optimize`` the model also makes it raise one, because it writes into modules.
-            self.reason = f"its state cannot be watched: {one_line(error)}"
+            # Another thread that begins to ``optimize`` the model also causes one, as it writes into modules.
+            self.reason = reason_of_error(error)
         if states.are_too_many:
             self.reason = "other code replaces and puts back what it runs, in too many ways"
 

@@ -30,7 +30,6 @@ import torch
 from torch import nn
 
 from sdfastgn.kernels.common import dispatch
-from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.garbage import without_collections
 from sdfastgn.patches.code.states import States, running
 from sdfastgn.patches.fp8 import models as fp8
@@ -57,7 +56,7 @@ from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy, count_reason
 from sdfastgn.patches.graphs.random_numbers import undrawn
 from sdfastgn.patches.graphs.store import Store
 from sdfastgn.patches.graphs.training import Flags, TrainingGraph
-from sdfastgn.patches.graphs.watch import Watch
+from sdfastgn.patches.graphs.watch import Watch, reason_of_error
 from sdfastgn.patches.lora.adapter_survey import AdapterSurvey
 from sdfastgn.patches.lora.merging import adopt_new, give_back, scaled
 from sdfastgn.patches.offload.repeated import until_it_fits
@@ -709,8 +708,8 @@ class GraphedForward(MethodEntry):
                 watch = Watch(
                     module, is_harmless, device, current.survey, has_factors, unwatched=self._unwatched
                 )
-            except Exception as error:  # Watch reads properties of users' classes, which may raise any error
-                raise Unsupported(f"its state cannot be watched: {one_line(error)}") from error
+            except Exception as error:
+                raise Unsupported(reason_of_error(error)) from error
             self._store.begin(watch, current.survey)
         if watch.reason is not None:
             raise Unsupported(watch.reason)

@@ -45,6 +45,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.patches.code.checked import CALL
 from sdfastgn.patches.graphs.changes import Place, changed, difference_of, joined
 from sdfastgn.patches.graphs.comparisons import (
@@ -380,6 +381,11 @@ class Watch:
         if hasattr(value, "__dict__"):  # diffusers' configs are dicts that also have attributes
             found += self._see_container(path, vars(value), "attribute")
         return found
+
+
+def reason_of_error(error: Exception) -> str:
+    """Why no ``Watch`` can be made now. It reads properties of users' classes, which may raise any error."""
+    return f"its state cannot be watched: {one_line(error)}"
 
 
 class Comparison(Protocol):
