@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import Tensor, nn
 
+from sdfastgn.kernels.common.setting import setting
 from sdfastgn.patches.comfyui import graphs, report
 from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
 from sdfastgn.patches.graphs.forward import Planner
@@ -76,12 +77,8 @@ class PlannedUNetModel(UNetModel):
         graphed = graphs.graphs_of(self)
         if graphed is None or graphs.has_other_nodes(options, graphed):
             return super()._forward(x, timesteps, context, y, control, options, **kwargs)
-        token = _options.set(options)
-        try:
-            with outside_inference_mode():
-                output, left = graphed(x, timesteps, context=context, y=y, control=control, **kwargs)
-        finally:
-            _options.reset(token)
+        with setting(_options, options), outside_inference_mode():
+            output, left = graphed(x, timesteps, context=context, y=y, control=control, **kwargs)
         for name, count in left.items():
             del control[name][count:]
         return output

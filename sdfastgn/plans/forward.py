@@ -20,7 +20,7 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.compile_ahead import without_rehearsal
 from sdfastgn.kernels.common.garbage import without_collections
+from sdfastgn.kernels.common.setting import setting
 from sdfastgn.patches.code.states import MAX_STATES, States, running
 from sdfastgn.patches.fp8.rows import RowWeights
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
@@ -304,11 +305,8 @@ class PlannedForward(MethodEntry):
         known = None
         if made is not None and made.masks is not None:
             known = made, made.masks.lengths(call.tensors)
-        token = _known.set(known)
-        try:
+        with setting(_known, known):
             yield
-        finally:
-            _known.reset(token)
 
     def _with_masks(self, call: Call) -> Made | None:
         """The plan with all masks of a call. None if there is none, or if it has no masks."""
@@ -707,14 +705,9 @@ class PlannedForward(MethodEntry):
                 self._state = State()  # it may have modules that are not in the model any more
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
+def _alone() -> AbstractContextManager[None]:
     """A context in which modules inside of the model make no plans and run none."""
-    token = _is_alone.set(True)
-    try:
-        yield
-    finally:
-        _is_alone.reset(token)
+    return setting(_is_alone, True)
 
 
 def _is_capturing(device: torch.device | None) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from sdfastgn.kernels.common import gpu
+from sdfastgn.kernels.common.setting import setting
 from sdfastgn.patches.code.checked import entrances
 from sdfastgn.patches.graphs.arguments import Call, Unsupported
 from sdfastgn.patches.swap.class_forward import class_forward
@@ -154,11 +155,8 @@ def plans_of(model: nn.Module, call: Callable[[], object], gpu_kind: str) -> lis
 
 
 def _plan_for(gpu_kind: str, traced: Traced) -> Plan:
-    token = gpu.META_CAPABILITY.set(_CAPABILITIES[gpu_kind])
-    try:
+    with setting(gpu.META_CAPABILITY, _CAPABILITIES[gpu_kind]):
         return make_plan(traced)
-    finally:
-        gpu.META_CAPABILITY.reset(token)
 
 
 def _what(step: Step) -> tuple[Any, ...]:

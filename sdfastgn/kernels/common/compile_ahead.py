@@ -8,7 +8,7 @@ import functools
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from sdfastgn.kernels.common import archive, gpu
 from sdfastgn.kernels.common.failures import forget
+from sdfastgn.kernels.common.setting import setting
 
 # Maximum number of threads that compile at a time. Each thread takes about 100 MB of memory.
 # With more threads, most of them would wait for Python's global interpreter lock.
@@ -77,14 +78,9 @@ rehearsal: contextvars.ContextVar[_Rehearsal | None] = contextvars.ContextVar(
 )
 
 
-@contextlib.contextmanager
-def without_rehearsal() -> Iterator[None]:
+def without_rehearsal() -> contextlib.AbstractContextManager[None]:
     """A context that launches kernels even in a rehearsal, for callers that need the results."""
-    token = rehearsal.set(None)
-    try:
-        yield
-    finally:
-        rehearsal.reset(token)
+    return setting(rehearsal, None)
 
 
 @functools.cache
@@ -127,12 +123,9 @@ def rehearse(call: Callable[[], object], device: torch.device) -> int:
     kernel is launched.
     """
     found = _Rehearsal(device)
-    token = rehearsal.set(found)
     try:
-        try:
+        with setting(rehearsal, found):
             call()
-        finally:
-            rehearsal.reset(token)
         wait(found.jobs.values())
     finally:
         # After an error or an interrupt, compilations that have not started are canceled.

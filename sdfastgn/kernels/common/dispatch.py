@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
@@ -22,6 +22,7 @@ from sdfastgn.kernels.common.private import (
     in_transform,
     is_tracing,
 )
+from sdfastgn.kernels.common.setting import setting
 
 # Dtypes that the kernels take.
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -117,17 +118,12 @@ def kernels_of(op: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
-@contextlib.contextmanager
-def stock_code() -> Iterator[None]:
+def stock_code() -> AbstractContextManager[None]:
     """A context in which this thread launches no kernels, and optimized modules run their stock forwards.
 
     Code that torch.compile has already compiled still launches kernels.
     """
-    token = _in_stock_code.set(True)
-    try:
-        yield
-    finally:
-        _in_stock_code.reset(token)
+    return setting(_in_stock_code, True)
 
 
 def is_stock_code() -> bool:

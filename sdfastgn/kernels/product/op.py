@@ -27,6 +27,7 @@ from sdfastgn.kernels.common import dispatch, gpu, private
 from sdfastgn.kernels.common.e4m3 import E4M3
 from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.common.private import sleep, switches
+from sdfastgn.kernels.common.setting import setting
 from sdfastgn.kernels.product.cublaslt import Algorithm, Refused, Shape, algorithms, multiply
 from sdfastgn.kernels.product.e4m3 import row_scaled_product, scaled_product
 
@@ -262,11 +263,8 @@ def chosen_after() -> Iterator[None]:
             computed by PyTorch.
     """
     noted: dict[_Kind, None] = {}
-    token = _noted.set(noted)
-    try:
+    with setting(_noted, noted):
         yield
-    finally:
-        _noted.reset(token)
     for kind in noted:
         if kind not in _chosen:
             _chosen[kind] = _fastest(kind)

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from torch import nn
 
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.setting import setting
 from sdfastgn.patches.code.guard import Guard
 from sdfastgn.patches.code.reach import Entry
 from sdfastgn.patches.code.replaced import ignored, is_counter, replaced_in
@@ -143,12 +144,8 @@ class States:
 @contextmanager
 def running(as_stock: bool) -> Iterator[None]:
     """A context for a call whose code was compared. ``as_stock``: in it, the model runs stock's code."""
-    token = _is_checked.set(True)
-    try:
-        with dispatch.stock_code() if as_stock else nullcontext():
-            yield
-    finally:
-        _is_checked.reset(token)
+    with setting(_is_checked, True), dispatch.stock_code() if as_stock else nullcontext():
+        yield
 
 
 def is_checked() -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sdfastgn.kernels.common.compile_ahead import rehearse
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import end_pool
+from sdfastgn.kernels.common.setting import setting
 from sdfastgn.kernels.product.op import chosen_after, load_algorithms
 from sdfastgn.patches.graphs.arguments import (
     Call,
@@ -182,7 +183,7 @@ def capture_call(
         given = list(map(list, lists))
         # Inference mode is turned off here, because inference tensors do not count writes. A caller in
         # inference mode still gets inference tensors, because outputs are copied in the mode of the caller.
-        with torch.inference_mode(False), kind.gradients(), _no_autocast_cache(), _on_copies():
+        with torch.inference_mode(False), kind.gradients(), _no_autocast_cache(), setting(on_copies, True):
             output = forward(*args, **kwargs)
         left[:] = _put_back(lists, given)
         if structure_of(args, kwargs) != before:
@@ -262,17 +263,8 @@ def _without(module: nn.Module, scratch: frozenset[str]) -> Iterator[None]:
 def run_on_copies(forward: Callable[..., Any], call: Call, backend: Backend) -> None:
     """Call ``forward`` with copies of the arguments of ``call``, and ignore its result."""
     args, kwargs = call.rebuild(_buffers_of(call, backend))
-    with _on_copies():
+    with setting(on_copies, True):
         forward(*args, **kwargs)
-
-
-@contextmanager
-def _on_copies() -> Iterator[None]:
-    token = on_copies.set(True)
-    try:
-        yield
-    finally:
-        on_copies.reset(token)
 
 
 def _buffers_of(call: Call, backend: Backend) -> list[Tensor]:

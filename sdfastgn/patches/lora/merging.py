@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.common.setting import setting
 from sdfastgn.patches.lora.contents import Calls, Contents
 from sdfastgn.patches.lora.merged_weights import (
     Record,
@@ -458,11 +459,6 @@ def factor_now() -> float:
     return _factor.get()
 
 
-@contextmanager
-def scaled(factor: float) -> Iterator[None]:
+def scaled(factor: float) -> AbstractContextManager[None]:
     """A context in which all scales from which merged weights are computed are multiplied by ``factor``."""
-    token = _factor.set(factor)
-    try:
-        yield
-    finally:
-        _factor.reset(token)
+    return setting(_factor, factor)

@@ -14,6 +14,7 @@ from typing import Any
 from peft.tuners.lora import layer as lora
 from torch import nn
 
+from sdfastgn.kernels.common.setting import setting
 from sdfastgn.patches.lora import merged_weights, merging, wrappers
 from sdfastgn.patches.lora.trained_adapters import trained
 from sdfastgn.patches.swap.fusion import register_fused
@@ -47,11 +48,8 @@ class _MergedLayer(nn.Module):
         if not (args or kwargs) and self._is_set(adapter_names):
             vars(self)["_active_adapter"] = adapter_names
             return
-        token = merged_weights.only_reads.set(True)
-        try:
+        with setting(merged_weights.only_reads, True):
             super().set_adapter(adapter_names, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            merged_weights.only_reads.reset(token)
 
     def _is_set(self, names: Any) -> bool:
         """True only if peft's ``set_adapter(names)`` would change nothing.
