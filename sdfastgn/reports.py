@@ -198,13 +198,15 @@ class Report:
         return [g.path or g.kind for g in stock if g.mode == "False" and not g.eager]
 
     def _without_graphs(self) -> list[str]:
-        """Paths of fused UNets that run kernels but no CUDA graphs, because graphs are off or impossible."""
+        """Paths of UNets that run fused blocks, and no CUDA graph or plan, as graphs are off or impossible."""
         if not self.runs_kernels:
             return []
+        planned = {p.path for p in self.plans if p.calls}
         return [
             g.path or g.kind
             for g in self.graphs
             if g.kind in _UNETS
+            and g.path not in planned
             and not (g.alive or g.replays)
             and (
                 (g.mode == "False" and not g.eager)

@@ -21,7 +21,7 @@ def as_on_a_gpu(model):
 @pytest.mark.parametrize(
     ("mode", "spoil"),
     [
-        (False, lambda u: None),
+        (False, lambda u: sdfastgn.optimize(u, cuda_graphs=False, plans=False)),
         (True, lambda u: u.mid_block.register_forward_pre_hook(lambda m, a: None)),
         (True, lambda u: cpu_offload(u, torch.device("cpu"))),
     ],
@@ -36,15 +36,15 @@ def test_the_report_says_that_a_unet_gains_nothing(mode, spoil):
     assert SLOW not in as_on_a_gpu(sdfastgn.restore(unet))
 
 
-@pytest.mark.parametrize("how", ["first call", "replayed", "training", "gradients", "compiled", "block"])
+@pytest.mark.parametrize("how", ["first call", "replayed", "plan", "training", "gradients", "compiled", "block"])
 def test_the_report_does_not_say_so_of_other_calls(how):
-    unet, _, inputs = make(mode=False if how == "compiled" else "auto")
+    unet, _, inputs = make(mode=False if how in ("plan", "compiled") else "auto")
     unet.train(how == "training")
     if how in ("compiled", "block"):
         (unet if how == "compiled" else unet.mid_block).compile(backend="eager")
     with torch.set_grad_enabled(how == "gradients"):
         if how != "compiled":
             unet(**inputs)
-    if how == "replayed":
+    if how in ("replayed", "plan"):
         run(unet, inputs)
     assert SLOW not in as_on_a_gpu(unet)
