@@ -444,3 +444,21 @@ def latency_markdown(results: Path) -> str:
         if row.median_ms is not None
     ]
     return _sweep_table(cells, lines)
+
+
+def several_gpus_markdown(results: Path) -> str:
+    """Returns a table of pipelines on several GPUs at once, one process for each: images per second."""
+    found: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    runs = rows_of_runs(results, "processes")
+    missing = [
+        f"{row_title(row)}, {label(row.variant)} {row.status}: {row.reason}"
+        for row, _ in runs
+        if row.status != OK
+    ]
+    for row, _ in runs:
+        if row.images_s is not None:
+            found[row_title(row), label(row.variant)][len(row.process_images_s or ())] = row.images_s
+    counts = sorted({count for rates in found.values() for count in rates})
+    header = ["images per second", "variant", *(counted(count, "GPU") for count in counts)]
+    body = [[*key, *(number(rates.get(count)) for count in counts)] for key, rates in found.items()]
+    return markdown(header, body, [*missing, *dict.fromkeys(source for _, source in runs)])

@@ -36,7 +36,9 @@ def test_the_report_says_that_a_unet_gains_nothing(mode, spoil):
     assert SLOW not in as_on_a_gpu(sdfastgn.restore(unet))
 
 
-@pytest.mark.parametrize("how", ["first call", "replayed", "plan", "training", "gradients", "compiled", "block"])
+@pytest.mark.parametrize(
+    "how", ["first call", "replayed", "plan", "training", "gradients", "compiled", "block"]
+)
 def test_the_report_does_not_say_so_of_other_calls(how):
     unet, _, inputs = make(mode=False if how in ("plan", "compiled") else "auto")
     unet.train(how == "training")

@@ -213,6 +213,21 @@ def test_the_claims_are_the_ends_of_the_headlines_speed_ups(tmp_path):
     ]
 
 
+def test_images_a_second_on_several_gpus(tmp_path):
+    def on(*rates: float, variant: str = "sdfastgn") -> Row:
+        image = row(variant, 500.0, part="pipeline")
+        return replace(image, images_s=sum(rates), process_images_s=[*rates])
+
+    save(tmp_path, "two.json", "processes", [on(1.0, 1.0, variant="eager"), on(2.0, 1.9)])
+    save(tmp_path, "one.json", "processes", [on(2.0), row("eager", status=WRONG, reason="off")])
+    text = end_to_end.several_gpus_markdown(tmp_path)
+    assert "| images per second | variant | 1 GPU | 2 GPUs |" in text
+    assert sorted(cells_of(text, "| SD1.5 pipeline")) == [["eager", "-", "2"], ["sdfastgn", "2", "3.9"]]
+    assert "eager wrong output: off." in text
+    assert text.endswith(SOURCE)
+    assert end_to_end.several_gpus_markdown(tmp_path / "empty") == NO_RESULTS
+
+
 def test_samples_a_second_by_batch(tmp_path):
     save(tmp_path, "batches.json", "sweep", BATCHES)
     save(tmp_path, "steps.json", "sweep", STEPS)
