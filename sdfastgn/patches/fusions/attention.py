@@ -53,8 +53,8 @@ from sdfastgn.patches.swap.fusion import (
     ClassSwap,
     dropped_out,
     drops_nothing,
-    is_plain_inference,
     is_unhooked,
+    kernels_may_run,
     layer_of,
 )
 from sdfastgn.patches.swap.tested_sources import tested
@@ -178,9 +178,7 @@ class FusedAttention(Attention):
 
         This excludes a norm, a residual, a rescaling, hooks and gradients.
         """
-        return (
-            self.readers() is not None and self.rescale_output_factor == 1.0 and is_plain_inference(x, dim=3)
-        )
+        return self.readers() is not None and self.rescale_output_factor == 1.0 and kernels_may_run(x, dim=3)
 
     def _runs_fused(self, hidden_states: Tensor, context: Tensor | None, options: dict[str, Any]) -> bool:
         return (

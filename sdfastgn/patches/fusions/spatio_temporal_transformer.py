@@ -37,7 +37,7 @@ from sdfastgn.patches.fusions.transformer_block import layers_of
 from sdfastgn.patches.layers.linear import call_linear
 from sdfastgn.patches.layers.statistics import add, blend
 from sdfastgn.patches.layers.tokens import add_feed_forward, add_norm, is_plain_norm, norm
-from sdfastgn.patches.swap.fusion import ClassSwap, is_plain_inference, is_unhooked
+from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked, kernels_may_run
 from sdfastgn.patches.swap.tested_sources import tested
 
 
@@ -56,7 +56,7 @@ class FusedTransformerSpatioTemporalModel(TransformerSpatioTemporalModel):
         return_dict: bool = True,
     ) -> Any:
         if (
-            not is_plain_inference(hidden_states, dim=4)
+            not kernels_may_run(hidden_states, dim=4)
             or encoder_hidden_states is None
             or image_only_indicator is None
             or not self._runs_fused(hidden_states, encoder_hidden_states)

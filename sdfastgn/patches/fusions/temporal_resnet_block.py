@@ -22,7 +22,7 @@ from sdfastgn.patches.layers.convolution import conv_without_bias
 from sdfastgn.patches.layers.group_norm import norm_act
 from sdfastgn.patches.layers.linear import fused_linear
 from sdfastgn.patches.layers.statistics import add_bias, as_video, blend
-from sdfastgn.patches.swap.fusion import ClassSwap, is_plain_inference, is_unhooked
+from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked, kernels_may_run
 from sdfastgn.patches.swap.tested_sources import tested
 
 
@@ -35,7 +35,7 @@ class FusedTemporalResnetBlock(TemporalResnetBlock):
     def forward(self, input_tensor: Tensor, temb: Tensor | None = None) -> Tensor:
         if not dispatch.has_kernels(input_tensor):
             return super().forward(input_tensor, temb)
-        if is_plain_inference(input_tensor):
+        if kernels_may_run(input_tensor, dim=5):
             h, bias = self.before_sum(input_tensor, temb)
             h = add_bias(h, bias)
         else:
@@ -49,7 +49,7 @@ class FusedTemporalResnetBlock(TemporalResnetBlock):
         """Runs the block up to the residual sum. Returns (h, bias): h + bias must be added to the residual.
 
         The residual is x, or the result of ``conv_shortcut``. bias is None if h includes it. x, temb: as in
-        ``forward``. Call this method only if ``is_plain_inference(x)`` is True.
+        ``forward``. Call this method only if ``kernels_may_run(x, dim=5)`` is True.
         """
         frames = x.shape[2]
         h, bias = conv_without_bias(self.conv1, norm_act(self.norm1, self.nonlinearity, x))
@@ -91,7 +91,7 @@ class FusedSpatioTemporalResBlock(SpatioTemporalResBlock):
     def _runs_fused(self, hidden_states: Tensor) -> bool:
         block = self.temporal_res_block
         return (
-            is_plain_inference(hidden_states, dim=4)
+            kernels_may_run(hidden_states, dim=4)
             and type(block) is FusedTemporalResnetBlock
             and is_unhooked(block)
             and block.conv_shortcut is None

@@ -32,7 +32,7 @@ from sdfastgn.patches.fusions.transformer_block import layers_of
 from sdfastgn.patches.layers.linear import call_linear
 from sdfastgn.patches.layers.statistics import add, as_video
 from sdfastgn.patches.layers.tokens import add_feed_forward, grouped_norm, is_plain_norm
-from sdfastgn.patches.swap.fusion import ClassSwap, is_plain_inference, is_unhooked, stock_class
+from sdfastgn.patches.swap.fusion import ClassSwap, is_unhooked, kernels_may_run, stock_class
 from sdfastgn.patches.swap.tested_sources import tested
 
 
@@ -103,7 +103,7 @@ def attends_over_frames(attn: Any, x: Tensor) -> bool:
 
 def _runs_fused(model: Any, x: Tensor, frames: int, others: tuple[Any, ...]) -> bool:
     return (
-        is_plain_inference(x, dim=4)
+        kernels_may_run(x, dim=4)
         and len(x) % frames == 0
         and all(other is None for other in others)
         and all(_block_is_plain(block, x, frames) for block in model.transformer_blocks)

@@ -217,11 +217,9 @@ def _has_others(hooks: dict[int, Any], allowed: Sequence[Any]) -> bool:
     return any(hook not in allowed for hook in hooks.values())
 
 
-def is_plain_inference(x: Tensor, dim: int = 5) -> bool:
-    """True if the kernels can run on x: its dtype and device fit, it has ``dim`` axes and is not empty, and
+def kernels_may_run(x: Tensor, dim: int) -> bool:
+    """True if kernels may run on x: its dtype and device fit, it has ``dim`` axes and is not empty, and
     gradients, compilers, traces, dispatch modes and autocast are off.
-
-    ``dim`` is 5 for videos (N, C, T, H, W) and 4 for images (N, C, H, W).
     """
     return (
         not torch.compiler.is_compiling()
