@@ -198,7 +198,7 @@ class Report:
         return [g.path or g.kind for g in stock if g.mode == "False" and not g.eager]
 
     def _without_graphs(self) -> list[str]:
-        """Paths of UNets that ran fused blocks, but no CUDA graph and no plan: these are off or impossible."""
+        """Paths of UNets that ran fused blocks, and no CUDA graph or plan: these are off or impossible."""
         if not self.runs_kernels:
             return []
         planned = {p.path for p in self.plans if p.calls}
