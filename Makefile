@@ -80,10 +80,8 @@ QUIET_PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_
 test: $(STAMP)  ## the quick tests that need no GPU
 	COMFYUI= $(QUIET_PYTEST) -m "not gpu and not every_gpu and not slow" -n 2 --dist worksteal --durations=10 $(PYTEST_ARGS)
 
-# Only files with such tests are collected: to collect all takes each process 12 seconds of CPU, these 9.
 test-slow: $(STAMP)  ## the tests that start processes, build packages or try all cases; need no GPU
-	COMFYUI= $(QUIET_PYTEST) -m "slow and not gpu and not many_programs" -n 2 --dist worksteal $(PYTEST_ARGS) \
-	  $$(grep -rlE --include='test_*.py' 'mark\.(slow|drawn)' tests)
+	COMFYUI= $(QUIET_PYTEST) -m "slow and not gpu and not many_programs" -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-programs: $(STAMP)  ## thousands of random programs, as plans and in eager PyTorch; needs no GPU
 	$(QUIET_PYTEST) tests/plans/test_programs.py tests/plans/test_stress.py -m "not gpu" -n 2 --dist worksteal $(PYTEST_ARGS)

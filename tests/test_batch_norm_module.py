@@ -95,6 +95,7 @@ def test_made_from_a_module_it_shares_parameters_and_buffers(kind, size, options
     torch.testing.assert_close(norm(x), nn.functional.silu(stock(x)))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 def test_it_compiles_without_a_graph_break(training, monkeypatch):
     """The op changes nothing, so that the averages are updated behind it."""

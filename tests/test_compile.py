@@ -258,6 +258,7 @@ def norms(graph: fx.GraphModule) -> int:
     return sum(str(node.target).startswith(OPS) for node in graph.graph.nodes)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("name", "dynamic"), CASES)
 def test_no_layout_copy_beside_a_normalization(name: str, dynamic: bool) -> None:
     graphs = compiled(name, dynamic).graphs
@@ -333,6 +334,7 @@ def test_inductor(device: str, bound: float, monkeypatch: pytest.MonkeyPatch) ->
 # --- export ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_export_of_a_vae_decoder_saved_and_loaded() -> None:
     decoder = built("vae")[0].decoder
     sizes = {"sample": {0: torch.export.Dim("N", max=8), 2: torch.export.Dim("H", max=64)}}

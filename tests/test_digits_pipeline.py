@@ -62,6 +62,7 @@ def draw(pipe: Any, count: int, **options: Any) -> tuple[np.ndarray, int]:
 # --- quality --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_digits_are_legible_and_inks_as_asked() -> None:
     pipe = load()
     stock, read = draw(pipe, 30, num_inference_steps=FEW_STEPS)
@@ -76,6 +77,7 @@ def test_digits_are_legible_and_inks_as_asked() -> None:
     assert np.sum(nearest == np.arange(30) % len(INKS)) >= 27
 
 
+@pytest.mark.slow
 @interpreted
 def test_a_digit_drawn_by_the_kernels_is_legible() -> None:
     """The last of two steps, and the decoder: the interpreter takes its time."""
@@ -198,12 +200,14 @@ def test_a_lora_is_trained_saved_loaded_and_unloaded(tmp_path: Path) -> None:
 # --- the command line -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_folder_verifies() -> None:
     result = invoke("verify", str(FOLDER), "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert "right" in result.output
 
 
+@pytest.mark.slow
 def test_the_folder_is_timed(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     chosen = ("--weights", str(FOLDER), "--part", "unet", "--part", "pipeline", "--steps", "1")

@@ -59,6 +59,7 @@ PIPELINES = [
 ]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("build", "extra"), PIPELINES)
 def test_same_image_and_exact_restore(build, extra):
     components = {"unet", "vae", "image_processor", "scheduler", "pipeline"}

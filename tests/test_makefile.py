@@ -51,17 +51,6 @@ def test_generations_that_ci_leaves_out_are_compiled_beside_it() -> None:
     assert "- run: make test-compile\n" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 
 
-def test_test_slow_collects_each_file_with_its_markers(tmp_path: Path) -> None:
-    """No file hands slow cases to tests of another file, which would have none of these words."""
-    words = re.compile("mark[.](slow|drawn)")
-    marked = {
-        path.relative_to(ROOT).as_posix()
-        for path in ROOT.glob("tests/**/*.py")
-        if words.search(path.read_text())
-    }
-    assert marked == {*re.findall(r"\S+\.py", run_make(tmp_path, "test-slow")[1])}
-
-
 def test_each_test_is_in_a_target(tmp_path: Path) -> None:
     """Whatever its markers are, but many_programs, whose files have a target."""
     chosen = {}

@@ -89,6 +89,7 @@ def scale_shift():
     return unet, lambda: unet(noise(2, 4, 8, 8), 10, noise(2, 5, 16, seed=1)).sample
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("build", "fusions"),
     [
@@ -114,6 +115,7 @@ def test_same_output_and_exact_restore(build, fusions):
         assert torch.equal(call(), before)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_ip_adapter_and_its_scale(when):
     unet = build_unet("tiny", torch.float32, "cpu")

@@ -156,7 +156,7 @@ CHECKS = {
 }
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("page", PYTHON_PAGES)
 def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path, capsys, library):
     asked = substitute(monkeypatch)
@@ -335,6 +335,7 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_is_right(command, monkeypatch, quick):
     words = list(itertools.dropwhile(re.compile(r"\w+=").match, COMMANDS[command]))

@@ -62,6 +62,7 @@ PIPELINES = [
 ]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("build", "extra", "patched"), PIPELINES)
 def test_same_image_and_exact_restore(build, extra, patched):
     components = patched | {"image_processor", "scheduler", "pipeline"}
@@ -135,6 +136,7 @@ def _controlnet():
     return controlnet, lambda: controlnet(sample, 10, text, image)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("build", "convolutions"),
     [
@@ -179,6 +181,7 @@ def add_lora(unet):
     unet.add_adapter(config)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_lora_on_convolutions_and_attention(twins, when):
     unet, stock, call = twins
@@ -226,6 +229,7 @@ def test_accelerate_offload_hooks_that_were_there_before(twins):
     cases.agree(call(unet), call(stock), 1e-4)
 
 
+@pytest.mark.slow
 def test_change_of_dtype_in_the_middle_of_a_call():
     """SDXL upcasts its VAE to fp32 for the decode, and back."""
     pipe = pipeline("tiny_xl").to(torch.float16)

@@ -261,6 +261,7 @@ def test_models_whose_plans_are_off() -> None:
     assert str(left).endswith("\nno plans of vae\n  it is compiled by torch.compile")
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.fused_on_cpu
 @pytest.mark.usefixtures("without_gradients")
 @pytest.mark.parametrize("name", ["dc_ae", "qwen_image_21"])

@@ -156,6 +156,7 @@ def test_a_model_without_any_part_to_fuse_is_no_error(server: Server) -> None:
     assert not server.errors
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("inference", [False, True])
 def test_weights_with_a_fused_lora(server: Server, stock: Any, inference: bool) -> None:
     """SD.Next gives each layer a new parameter, also for the way back."""
@@ -180,6 +181,7 @@ def test_weights_with_a_fused_lora(server: Server, stock: Any, inference: bool) 
     assert psnr(server.draw(**SIZE), first) > 80
 
 
+@pytest.mark.slow
 def test_another_model_frees_the_first_and_is_optimized(server: Server) -> None:
     pipe = server.load()
     first = server.draw(**SIZE)

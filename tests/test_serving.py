@@ -92,6 +92,7 @@ def answers(app: Any, *bodies: dict[str, Any]) -> list[Any]:
     return asyncio.run(ask())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pairs")
 def test_requests_that_fit_are_drawn_together(example: types.ModuleType, watched: Watched) -> None:
     found = answers(example.serve(watched), CAT, DOG, WIDE)
@@ -110,12 +111,14 @@ def test_requests_that_fit_are_drawn_together(example: types.ModuleType, watched
         assert np.abs(image - np.asarray(direct, dtype=np.int16)).max() <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pairs")
 def test_a_batch_has_its_most_images(example: types.ModuleType, watched: Watched) -> None:
     assert [answer.status_code for answer in answers(example.serve(watched), CAT, DOG, CAT)] == [200] * 3
     assert sorted(map(len, watched.calls)) == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pairs")
 def test_an_error_is_answered_and_the_server_goes_on(
     example: types.ModuleType, watched: Watched, monkeypatch: pytest.MonkeyPatch
@@ -166,7 +169,7 @@ def test_what_nobody_waits_for_is_not_drawn(example: types.ModuleType, watched: 
     assert watched.calls == [["a cat"]]
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("case", serving_answers.CASES, ids=lambda case: case.name)
 def test_answers_are_those_of_both_servers(
     example: types.ModuleType, watched: Watched, case: serving_answers.Case
@@ -181,6 +184,7 @@ def test_an_answer_names_the_seed(example: types.ModuleType, watched: Watched) -
         serving_answers.check_seeds(lambda body: client.post("/images", json=body))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pairs")
 def test_a_negative_prompt_is_drawn_with(example: types.ModuleType, watched: Watched) -> None:
     plain, other, both = answers(

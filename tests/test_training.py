@@ -119,6 +119,7 @@ def vae_step() -> tuple[nn.Module, Any]:
     return model, lambda m: m(noise(2, 3, 8, 8).requires_grad_()).sample
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "function", [pytest.param(None, id="diffusers-own"), pytest.param(reentrant, id="reentrant")]
 )
@@ -321,6 +322,7 @@ def test_the_layout_is_not_changed_under_ddp() -> None:
     sdfastgn.optimize(worker.build())  # another model
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 def test_a_model_without_convolutions_may_be_in_ddp() -> None:
     """``optimize`` changes no layout in it, so its buckets stay right."""

@@ -39,6 +39,7 @@ def times_of(row: Row) -> list[Any]:
 # ---- rows
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("part", ["unet", "vae"])
 def test_rows_of_a_part(part):
     names = ("eager", "channels_last", "sdfastgn", "stable_fast")

@@ -84,6 +84,7 @@ def test_a_call_that_fails_while_all_time_it_is_told(ask):
     assert gather.call_args.args == ([(0.0, "IndexError: pop from empty list")],)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("main", [True, False])
 def test_the_main_process_alone_prints_and_writes(main, ask, tmp_path, monkeypatch):
     ask(lambda mine: [mine])

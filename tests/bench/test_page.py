@@ -161,6 +161,7 @@ def faults(browser: Any) -> dict[str, Any]:
 NONE = {"pixels too wide": 0, "broken images": [], "requests": [], "console": []}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_browser_shows_the_whole_page(browser, written, width):
     open_at(browser, written, width)

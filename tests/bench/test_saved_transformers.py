@@ -71,6 +71,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_a_step_and_a_pipeline_are_timed(saved: str, tmp_path: Path) -> None:
     files = ("--json", str(tmp_path / "out.json"), "--html", str(tmp_path / "page.html"))
     parts = ("--part", "transformer", "--part", "pipeline", "--steps", "2", "--dtype", "bf16")

@@ -63,6 +63,7 @@ def test_a_lora_alone_is_trained(dtype):
     assert "training step of a LoRA of rank 2" in row_title(rows[0])
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("dtype", "factor"), [("fp32", math.nan), ("bf16", 0.9)], ids=["nan", "scaled"])
 def test_wrong_gradients_get_no_time(dtype, factor):
     def attach(unet: Any) -> Any:

@@ -89,6 +89,7 @@ RIGHT: dict[str, tuple[int, list[str]]] = {
 }
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("command", RIGHT, ids=lambda command: command.replace(f"{RESULTS}/", ""))
 def test_a_command_ends_and_says(command: str) -> None:
     code, words = RIGHT[command]
@@ -232,6 +233,7 @@ def test_a_wrong_variant_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> N
     assert "speed-up" not in result.stdout
 
 
+@pytest.mark.slow
 def test_batches_and_steps_are_lists(tmp_path: Path) -> None:
     path = tmp_path / "sweep.json"
     lists = ("--part", "vae", "--part", "pipeline", "--batch", "1,2", "--steps", "2,1", "--size", "32")

@@ -31,6 +31,7 @@ def _without_counts(text: str) -> str:
     return re.sub(r"\d+ calls? without", "N calls without", text)
 
 
+@pytest.mark.slow
 def test_it_shows_the_main_job(tmp_path):
     code, text = run(tmp_path)
     assert code == 0

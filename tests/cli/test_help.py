@@ -15,6 +15,7 @@ from tests.command_line import invoke
 COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_every_command_has_both_helps(command: str) -> None:
     long, short = (invoke(*command.split(), option) for option in ("--help", "-h"))

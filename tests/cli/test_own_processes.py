@@ -20,6 +20,7 @@ HEAVY = ("accelerate", "matplotlib", "peft", "scipy", "sklearn", "torch._dynamo"
 ALL = ("torch", "triton", "numpy", "diffusers", *HEAVY)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "command",
     [pytest.param([str(SCRIPT)], id="script"), pytest.param([sys.executable, "-m", "sdfastgn"], id="module")],
@@ -118,6 +119,7 @@ def test_an_interrupt_while_it_measures_is_one_line(tmp_path: Path) -> None:
     assert not any("Traceback" in line for line in error)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("becomes", ["raise", "raise ImportError('torch is broken')", "pass"])
 def test_an_interrupt_while_torch_is_imported_is_one_line(becomes: str, tmp_path: Path) -> None:
     """Whatever the import makes of it."""

@@ -28,6 +28,7 @@ def what(step: dict[str, Any]) -> tuple[Any, ...]:
     return step["target"], tuple(step["shape"] or ()), step["dtype"], step["read"], step["written"]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("arguments", "title", "call", "gets_plans"),
     [
@@ -86,6 +87,7 @@ def test_the_steps_are_those_of_an_optimized_model(
     assert [what(step) for step in call["steps"]] == expected
 
 
+@pytest.mark.slow
 def test_each_kind_of_call_has_a_plan(tmp_path: Path) -> None:
     """Five latent frames: the first one, the second, which finds no kept frames, and three others."""
     text, content = planned(tmp_path / "plan.json", "wan", "--size", "32")
@@ -99,6 +101,7 @@ def test_each_kind_of_call_has_a_plan(tmp_path: Path) -> None:
     assert frames == [1, 4, 4]
 
 
+@pytest.mark.slow
 def test_steps_that_depend_on_the_gpu_have_a_star(tmp_path: Path) -> None:
     steps: dict[str, list[dict[str, Any]]] = {}
     for gpu, other in (("hopper", "other"), ("other", "hopper")):

@@ -46,6 +46,7 @@ def rehearsal(tmp_path, monkeypatch):
     return rehearsal
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("is_saved", [True, False], ids=["a saved pipeline", "an architecture"])
 def test_what_was_compiled_and_where_it_is(is_saved, rehearsal, tmp_path):
     model = "tiny"

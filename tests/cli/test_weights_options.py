@@ -27,6 +27,7 @@ def model_of(weights: str, model: str | None, part: str = "unet") -> str:
     return config.model
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("model", MODELS)
 def test_each_model_is_itself_only(model):
     config = build_unet(model, torch.float16, "meta").config  # with every default

@@ -46,7 +46,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(1)
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(("command", "path"), COMMANDS.items(), ids=COMMANDS)
 def test_a_full_disk_is_one_line(
@@ -82,6 +82,7 @@ def test_a_full_disk_ends_generate_at_the_first_image(
     assert len(tried) == 1
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("unbuffered", ["1", ""])
 @pytest.mark.parametrize("command", ["--version", "bench -h"])
 def test_an_output_that_is_full_is_one_line(command: str, unbuffered: str) -> None:

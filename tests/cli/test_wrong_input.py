@@ -305,6 +305,7 @@ OTHERS = {
 WRONG = BENCH | WEIGHTS | FILES | KERNELS | GENERATES | MODELS | REPORT | PLAN | OTHERS
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize(("command", "message"), WRONG.items(), ids=WRONG)
 def test_wrong_input_is_one_line(
     command: str,

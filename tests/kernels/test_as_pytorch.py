@@ -347,7 +347,7 @@ def strides(t):
     return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
 
 
-@pytest.mark.drawn(150)
+@pytest.mark.drawn(15)
 @each_way_in_pytorch
 @each_place
 @each_op

@@ -189,7 +189,7 @@ def check(norm, place, layout, device, dtype=torch.float32):
         assert error(a, right) <= error(b, right) + slack, name
 
 
-@pytest.mark.drawn(24)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("place", ["first", "last", "random"])
 @pytest.mark.parametrize(("norm", "layout"), CASES)
 def test_other_values_are_no_less_exact_than_eagers(norm, place, layout, device, launched):
@@ -197,6 +197,7 @@ def test_other_values_are_no_less_exact_than_eagers(norm, place, layout, device,
     assert launched >= NORMS[norm].kernels
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("norm", "layout"), [case for case in CASES if case[0].startswith(("group_norm", "layer_norm"))]
 )

@@ -16,6 +16,7 @@ def parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("build", "model", "count"),
     [
@@ -32,6 +33,7 @@ def test_parameter_counts(build, model, count):
     assert parameters(build(model, torch.float16, "meta")) == count
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("model", ["tiny", "tiny_xl"])
 def test_tiny_models_run_and_are_reproducible(model):
     where = {"dtype": torch.float32, "device": "cpu"}
@@ -91,7 +93,7 @@ def test_every_video_network_is_here():
     assert keys == list(VIDEO) == list(SETTINGS)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("model", "part"), VIDEO, ids=["-".join(key) for key in VIDEO])
 def test_video_networks_are_the_published_ones(model, part):
     network = VIDEO_NETWORKS[model][part]
@@ -104,7 +106,7 @@ def test_video_networks_are_the_published_ones(model, part):
     assert found == VIDEO[model, part]
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("model", "part"), VIDEO, ids=["-".join(key) for key in VIDEO])
 def test_small_video_networks_run_and_are_reproducible(model, part, monkeypatch):
     shrink(monkeypatch)

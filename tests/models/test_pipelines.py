@@ -28,6 +28,7 @@ def generate(pipe):
     ).images
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("model", ["tiny", "tiny_xl"])
 def test_from_pretrained_gives_the_same_image(model, tmp_path):
     pipe = build_pipeline(model, dtype=torch.float32, device="cpu")

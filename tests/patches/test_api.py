@@ -175,6 +175,7 @@ def assert_only_the_unet_is_optimized(pipe):
     assert channels_last.converted_weights(pipe.components["controlnet"]) == 0
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mode", ["auto", True, False])
 def test_the_with_block_leaves_each_component_as_it_was(mode):
     pipe = pipeline_with_an_optimized_unet()
@@ -220,6 +221,7 @@ def options_of(pipe):
     return {"merge_adapters": bool(report.merged), "exact_tiling": has_tiles}
 
 
+@pytest.mark.drawn(1)
 def test_the_with_block_keeps_earlier_options(first_options):
     pipe = pipeline_with(first_options)
     skipped = sdfastgn.report(pipe).skipped
@@ -229,6 +231,7 @@ def test_the_with_block_keeps_earlier_options(first_options):
     assert sdfastgn.report(pipe).skipped == skipped
 
 
+@pytest.mark.drawn(1)
 def test_a_call_that_fails_keeps_earlier_options(first_options, monkeypatch):
     pipe = pipeline_with(first_options)
     seen = []
@@ -332,7 +335,7 @@ def test_the_with_block_is_tried_with_each_option():
     assert [field.name for field in dataclasses.fields(Options)] == list(IN_A_BLOCK)
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("option", IN_A_BLOCK)
 def test_the_with_block_takes_every_option(option, first_options):
     """Afterwards the pipeline has its former options."""
@@ -628,6 +631,7 @@ def test_a_component_under_two_names_is_one():
     assert {e.component for e in sdfastgn.report(sdfastgn.optimize(pipe)).entries} == {"unet"}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("names", [("vae", "part"), ("part", "vae")], ids=["outer-first", "inner-first"])
 @pytest.mark.parametrize("part", ["decoder", "decoder.mid_block"])
 def test_a_component_within_another(part, names):

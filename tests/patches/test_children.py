@@ -16,7 +16,7 @@ from tests.patches.samples import each_sample, output, randomize
 pytestmark = pytest.mark.fused_on_cpu
 
 
-@pytest.mark.drawn(60)
+@pytest.mark.drawn(4)
 @each_sample
 @each_place
 def test_children_are_called_as_in_stock(build, call, place, launches, statistics_always_pay):

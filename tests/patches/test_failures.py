@@ -36,13 +36,14 @@ class NoKernels:
         return self.launch(*args, **kwargs)
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(1)
 @each_part
 @interpreted
 def test_a_part_is_right(build, call, monkeypatch):
     go_on(build, call, monkeypatch)
 
 
+@pytest.mark.slow
 @interpreted
 def test_a_unet_is_right(monkeypatch):
     go_on(*sample("conv_norm_out"), monkeypatch)

@@ -56,6 +56,7 @@ PARTS = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("case", "parts"), PARTS.items(), ids=[f"{build.__name__}-{model}" for build, model in PARTS]
 )

@@ -76,6 +76,7 @@ def kernels_of(noted, model, part, size, batch):
     }
 
 
+@pytest.mark.slow
 def test_models_and_sizes_share_kernels(as_on_an_h200):
     known = set()
     for *call, most in CALLS:

@@ -126,6 +126,7 @@ def test_stock_code_in_two_threads_at_once():
     assert dispatch.is_on()
 
 
+@pytest.mark.slow
 def test_one_thread_verifies_while_another_draws():
     model, other = sdfastgn.optimize(unet()), sdfastgn.optimize(unet(), cuda_graphs=False)
     expected, count = draw(model), channels_last.converted_weights(model)
@@ -145,6 +146,7 @@ def test_a_compiled_part_is_not_verified():
     assert (verdict.status, verdict.reason) == ("not verified", "it is compiled by torch.compile")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [8, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_model_changes_between_the_calls_of_other_threads(changes, often_switching):
     model = unet()
@@ -302,6 +304,7 @@ def test_forwards_are_found_while_others_are_made(often_switching):
         one_more()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("change", [sdfastgn.restore, api.verdicts])
 def test_a_change_beside_a_graphed_model_that_shares_a_part(change):
     """The call holds its device's lock when it comes to the shared part, and the change needs that lock."""

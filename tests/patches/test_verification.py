@@ -65,20 +65,20 @@ def check(build, call, dtype):
     assert recorded
 
 
-@pytest.mark.drawn(50)
+@pytest.mark.drawn(7)
 @each_sample
 def test_every_fusion_is_right(build, call):
     check(build, call, torch.float32)
 
 
-@pytest.mark.drawn(24)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @each_fusion
 def test_every_fusion_is_right_in_halves(build, call, dtype):
     check(build, call, dtype)
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(1)
 @each_block
 @interpreted
 def test_every_kernel_is_right(build, call):
@@ -139,7 +139,7 @@ def output(model):
         return small_call(model, torch.float32, torch.device("cpu"))()[0]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("build", MODELS, ids=NAMES)
 def test_a_healthy_model_stays_fused(build, recwarn):
     model = build()
@@ -231,6 +231,7 @@ def broken(request, monkeypatch):
     )
 
 
+@pytest.mark.drawn(1)
 def test_a_wrong_part_is_put_back(broken):
     model = unet()
     stock = copy.deepcopy(model)
@@ -253,6 +254,7 @@ def test_a_wrong_part_is_put_back(broken):
     assert set(statuses(model).values()) == {"fusable"}
 
 
+@pytest.mark.drawn(1)
 def test_strict_is_an_error_and_changes_nothing(broken):
     model = unet()
     before = snapshot(model)

@@ -65,7 +65,7 @@ def runs(monkeypatch):
     return found
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["flux", "sd3", "z_image", "ltx", "wan"])
 def test_layers_are_traced_as_plain_ones(name):
     """Calls with different scales share a plan."""
@@ -144,6 +144,7 @@ def on_other_layers(model):
     add_lora(model, "c", 7, targets=["to_k", "linear_1"])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_other_changes_show_in_the_next_call():
     model, stock = twins(add=add_two)
@@ -181,6 +182,7 @@ UNMERGED = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("why", UNMERGED)
 def test_adapters_that_cannot_be_merged_have_no_plan(why):
     model, stock = twins()
@@ -445,6 +447,7 @@ def test_inside_of_a_model_layers_with_adapters_have_no_plans_of_their_own():
     assert not any("forward" in vars(part) for part in model[0].conv.modules())
 
 
+@pytest.mark.slow
 def test_copies_and_pickles():
     model, stock = twins(add=add_two, verify=True)
     follows(model, stock)

@@ -89,7 +89,7 @@ def calls_of_plans(model):
     return {plans.path: plans.calls for plans in found}
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(1)
 @each_model
 @pytest.mark.parametrize("frames", [1, 3])
 def test_decode_and_encode(model, frames):
@@ -122,6 +122,7 @@ def test_slices_tiles_and_strided_inputs(model):
     same(models, decode_of(codes(6, latents=(4, 4))[:, :, ::2, ::2, 1::2]))
 
 
+@pytest.mark.drawn(1)
 @each_hunyuan
 def test_a_batch_of_videos(model):
     """Stock's mask is for one video."""
@@ -136,6 +137,7 @@ def test_a_batch_of_videos(model):
     same(models, decode_of(codes(2)))
 
 
+@pytest.mark.drawn(1)
 @each_model
 def test_calls_leave_nothing_for_the_next_one(model):
     models = twins(model)
@@ -151,7 +153,7 @@ HOOKED = ["mid_block.convs.0.conv1", "up_blocks.0.convs.1.norm1", "up_blocks.0.u
 OTHERS = ["mid_block.resnets.0.conv1", "mid_block.attentions.0.norm", "up_blocks.1.upsamplers.0.conv.conv"]
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(1)
 @each_model
 @pytest.mark.parametrize("i", range(3))
 def test_a_hook_in_the_model(model, i):
@@ -164,6 +166,7 @@ def test_a_hook_in_the_model(model, i):
         video_cases.same(models, decode_of(codes(2, latents=(1, 2))))  # its layout is that of a hook's result
 
 
+@pytest.mark.drawn(1)
 @each_with_kept_frames
 @pytest.mark.parametrize("layer", ["conv_in", "conv_out", "up_blocks.0.upsampler.conv"])
 def test_a_hook_that_comes_between_batches_of_frames(model, layer):
@@ -199,7 +202,7 @@ def test_a_lora_in_the_model(model, layer):
         same(models, encode_of(pixels(model[2], 3, latents=(1, 2))))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @each_model
 def test_restored_bit_by_bit(model):
     _, stock = twins(model)

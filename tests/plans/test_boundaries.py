@@ -147,7 +147,7 @@ def planned(model):
     return {p.path: (p.plans, p.calls) for p in sdfastgn.report(model).plans if p.calls}
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("when", ["before", "later"])
 @pytest.mark.parametrize(("boundary", "reason"), BOUNDARIES, ids=[b.__name__ for b, _ in BOUNDARIES])
 def test_modules_around_a_boundary_have_plans(boundary, reason, when):
@@ -183,6 +183,7 @@ HOOKS = [a_hook, a_hook_of_accelerate, a_hook_of_diffusers]
 AROUND = {"", "decoder", "decoder.down", "decoder.up", "decoder.mid.blocks.1"}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__name__)
 def test_only_the_largest_modules_have_plans(hook):
     stock = randomize(Net())
@@ -216,6 +217,7 @@ def test_a_boundary_with_modules_inside(hook):
     assert inside < planned(model).keys()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("boundary", [a_hook, of_class(ReadsAValue)], ids=lambda change: change.__name__)
 def test_modules_are_looked_for_once(monkeypatch, boundary):
     found = []
@@ -252,6 +254,7 @@ def test_the_whole_model_is_planned_again_after_the_hook():
     assert {path for path, of in planned(model).items() if before[path] != of} == {""}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies(copied):
     stock = randomize(Net())

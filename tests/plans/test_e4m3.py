@@ -111,7 +111,7 @@ KEPT = {
 }
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", KEPT)
 def test_sensitive_layers_stay_in_the_models_dtype(name, monkeypatch):
     """Embeddings, modulations and the last layer, of which all but modulations may have many rows here."""
@@ -190,6 +190,7 @@ def made_strong(model):
     model.transformer_blocks[0].attn.to_v.weight[::7] *= 100
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("change", [scaled, written_through_data, replaced_data, loaded, made_strong])
 def test_changed_weights_are_quantized_again(change):
     model = in_e4m3(made())
@@ -202,6 +203,7 @@ def test_changed_weights_are_quantized_again(change):
     assert (plan_of(model) is plan) == (change is not loaded)  # which puts other parameters into the model
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("change", [scaled, replaced_data])
 def test_counted_writes_and_moves_are_noticed_before_a_call(change, monkeypatch):
     """Without a comparison of contents, and without a second run."""

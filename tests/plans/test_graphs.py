@@ -101,6 +101,7 @@ def test_calls_that_keep_the_gpu_busy_are_not_captured(monkeypatch):
     assert pair.counts == (1, 1, 2)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("others", [0, 6])
 def test_calls_that_are_not_captured_compare_adapters_once(others, monkeypatch):
     """The plan compares them beside the GPU. What graphs compare would wait for the GPU first."""
@@ -181,6 +182,7 @@ def test_each_call_counts_once(mode, calls, device):
     assert f"plans of {SD3}: 1 alive, {calls[0]} calls" in sdfastgn.report(pair.model).details()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("calls", [SHORT_LIFE, SHORT_LIFE - 1])
 def test_changes_make_pauses_only_if_an_image_has_few_calls(calls, device):
@@ -358,6 +360,7 @@ def test_without_graphs_and_without_plans():
     assert "would be CUDA graphs" not in str(sdfastgn.report(pair.model))
 
 
+@pytest.mark.slow
 def test_torch_compile_sees_the_models_own_code():
     """diffusers has allowed the class of this model in graphs of torch.compile."""
     pair = Pair("LTXVideoTransformer3DModel")
@@ -425,6 +428,7 @@ def test_graphs_read_as_many_keys_as_the_masks_show(mode):
     assert planned.own == {}
 
 
+@pytest.mark.slow
 def test_a_mask_that_is_written_between_replays():
     pair = Pair(HUNYUAN)
     (one,) = masks_of("1110000")

@@ -93,7 +93,7 @@ OF_IMAGES = [
 ]
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mode", ["auto", False])
 @pytest.mark.parametrize("call", [pytest.param(call, id=call.name) for call in OF_IMAGES])
 def test_autoencoders_of_images(call, mode):
@@ -179,6 +179,7 @@ CONDITIONED = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("name", "settings"),
     [("AutoencoderKLLTXVideo", CONDITIONED), ("AutoencoderKLLTX2Video", {})],
@@ -259,6 +260,7 @@ def test_a_unet_whose_blocks_have_norms_of_their_own(mode):
     assert torch.equal(*(call.run(each, **call.drawn(0))[0] for each in (model, stock)))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("modes", [(False, "auto"), ("auto", False)])
 def test_graphs_are_turned_on_and_off(modes):
     model = autoencoder()
@@ -280,6 +282,7 @@ def test_graphs_are_turned_on_and_off(modes):
     assert torch.equal(model.decode(z).sample, stock.decode(z).sample)
 
 
+@pytest.mark.slow
 def test_a_unet_without_graphs_runs_as_plans():
     model = randomize(unet())
     stock = copy.deepcopy(model)
@@ -293,6 +296,7 @@ def test_a_unet_without_graphs_runs_as_plans():
     assert not sdfastgn.report(model).plans
 
 
+@pytest.mark.slow
 def test_a_plan_that_other_code_has_captured_lives_on(monkeypatch):
     """A user's graph of a planned call reads the plan's constants, also after the plan was dropped."""
     model = randomize(Convolutions())

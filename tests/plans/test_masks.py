@@ -179,6 +179,7 @@ def test_baked_plans_read_other_numbers_of_keys():
     assert not without.baked.declined
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_find_out_for_themselves(copied, seen):
     pair = Pair(HUNYUAN)

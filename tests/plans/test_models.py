@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradien
 TOLERANCE = 1e-5
 
 
-@pytest.mark.drawn(15)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "call", [pytest.param(call, id=call.name, marks=[pytest.mark.slow] * call.is_slow) for call in CALLS]
 )

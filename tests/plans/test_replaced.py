@@ -72,7 +72,7 @@ def follows(unet, stock, inputs, calls=4):
     return expected
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("case", IGNORED, ids=lambda case: f"{case[0].__name__}.{case[1]}")
 def test_replaced_code_runs_as_a_plan(made, case):
     unet, stock, inputs = made
@@ -94,6 +94,7 @@ def test_without_replaced_code_there_is_no_plan(made):
     assert graphed.planned == []
 
 
+@pytest.mark.slow
 def test_one_plan_for_all_timesteps(made):
     unet, stock, inputs = made
     follows(unet, stock, inputs)
@@ -103,6 +104,7 @@ def test_one_plan_for_all_timesteps(made):
     assert planned(unet).traces <= 3  # of an int, a float and a tensor
 
 
+@pytest.mark.slow
 def test_adapters_change_while_code_is_replaced(made):
     unet, stock, inputs = made
     for each in (unet, stock):
@@ -119,6 +121,7 @@ def test_adapters_change_while_code_is_replaced(made):
     follows(unet, stock, inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_adapters_where_no_code_is_known(monkeypatch, device):
     unknown_everywhere(monkeypatch)
@@ -212,6 +215,7 @@ def sample(model):
     return model(**unet_inputs("tiny", size=64, batch=1, dtype=torch.float32, device="cpu", seed=0)).sample
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("change", [unknown_everywhere, unknown_resnets])
 @pytest.mark.parametrize("build", [autoencoder, unet])
 def test_a_release_that_was_never_tested(monkeypatch, change, build):

@@ -83,6 +83,7 @@ def in_parts(model):
     model.num_latent_frames_batch_size = 2
 
 
+@pytest.mark.slow
 def test_videos_in_parts_with_a_cache():
     stock = vid_tok()
     model = sdfastgn.optimize(copy.deepcopy(stock))
@@ -101,6 +102,7 @@ def test_videos_in_parts_with_a_cache():
     assert (decoder.calls, len(decoder.plans), decoder.traces) == (2 + 9, 1 + 6, 2 + 6)
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_model_with_a_cache_without_weights():
     model = vid_tok().to("meta")
     in_parts(model)
@@ -231,6 +233,7 @@ def image(seed, size=5):
     return noise(1, 3, size, 4, seed=seed)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("keep", KEEPS, ids=lambda keep: keep.__name__)
 def test_each_way_to_keep_a_tensor(keep):
     model, stock = pair_of(keep)
@@ -420,6 +423,7 @@ def test_a_counter_beside_a_tensor_is_traced_less_and_less():
     assert list(planned(model).own) == ["its calls hardly repeat"]
 
 
+@pytest.mark.slow
 def test_names_that_never_repeat():
     model, stock = pair_of(new_names)
     traces = []

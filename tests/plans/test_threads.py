@@ -107,6 +107,7 @@ def test_threads_share_what_runs_by_plans(monkeypatch):
     assert made == [forward_of(model)]
 
 
+@pytest.mark.slow
 def test_a_change_of_a_part_waits_for_the_plan_around_it(pair, monkeypatch):
     """While a plan runs, no call of the part itself does."""
     model, stock, x = pair

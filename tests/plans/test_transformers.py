@@ -89,7 +89,7 @@ JOINT = {
 }
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", JOINT)
 def test_heads_of_joint_attention_take_one_pass(name, launches):
     launches.runs = True
@@ -207,6 +207,7 @@ def sd3(transformer):
     return pipe, dict(zip(("negative_prompt_embeds", "negative_pooled_prompt_embeds"), negative, strict=True))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("make", "name", "channels"),
     [(flux, "FluxTransformer2DModel", 16), (sd3, "SD3Transformer2DModel", 4)],

@@ -106,6 +106,7 @@ def wrapped(make, wrap):
     return pair, entry
 
 
+@pytest.mark.drawn(2)
 @each_wrapper
 @each
 def test_the_report_finds_it(make, wrap):
@@ -118,6 +119,7 @@ def test_the_report_finds_it(make, wrap):
     assert "other code replaced its forward" not in reasons
 
 
+@pytest.mark.drawn(1)
 @each_wrapper
 @each
 def test_moves_tell_it(make, wrap, monkeypatch):
@@ -129,6 +131,7 @@ def test_moves_tell_it(make, wrap, monkeypatch):
     assert pair.model in told
 
 
+@pytest.mark.drawn(1)
 @each_wrapper
 @each
 def test_it_stays_for_the_same_options_and_takes_others(make, wrap):
@@ -143,6 +146,7 @@ def test_it_stays_for_the_same_options_and_takes_others(make, wrap):
     agree(pair.call(pair.model), pair.call(pair.stock), 1e-4)
 
 
+@pytest.mark.drawn(1)
 @each_wrapper
 @each
 def test_restore_turns_it_off(make, wrap):
@@ -170,6 +174,7 @@ def test_one_that_other_code_has_taken_out(make, again):
     assert not entry.is_on
 
 
+@pytest.mark.drawn(1)
 @each_copy
 @each
 def test_a_copy_of_a_wrapper_has_an_entry_of_its_own(make, copied):

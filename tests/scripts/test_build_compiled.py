@@ -60,6 +60,7 @@ def signature(launch: Launch, dtypes: tuple[torch.dtype | None, ...]) -> str:
     return f"{launch.kernel.fn.__name__} {dtypes} {launch.constants} {launch.options}"
 
 
+@pytest.mark.slow
 def test_the_kernels_of_a_model_are_found_once_each(gpu_of_meta) -> None:
     found = build_compiled.launches("tiny")
     signatures = [signature(*each) for each in found]
@@ -71,6 +72,7 @@ def test_the_kernels_of_a_model_are_found_once_each(gpu_of_meta) -> None:
     assert not build_compiled.launches("tiny")[0][0].direct()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("model", "names"),
     [

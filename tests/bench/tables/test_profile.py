@@ -149,6 +149,7 @@ def test_runs_with_a_profiler_give_the_results_table_no_time_that_it_may_have_ch
 # ---- pictures
 
 
+@pytest.mark.slow
 def test_breakdowns_of_a_committed_run_are_a_picture(tmp_path):
     rows = [*ROWS, profiled("eager", breakdown(9.0), part="vae")]
     save(tmp_path, "profile.json", "profile", rows)
@@ -165,6 +166,7 @@ def test_a_picture_of_nothing_is_an_error(tmp_path):
 # ---- the command line
 
 
+@pytest.mark.slow
 def test_from_the_command_line_to_table_json_and_picture(tmp_path):
     result, picture = tmp_path / "profile.json", tmp_path / "profile.png"
     chosen = ("--part", "unet", "--part", "vae", "--variants", "eager", "--repeats", "1")

@@ -177,6 +177,7 @@ def test_options_replace_a_presets_settings():
     assert (tiny.model, tiny.size, tiny.scheduler) == ("tiny", 64, "EulerAncestralDiscreteScheduler")
 
 
+@pytest.mark.slow
 def test_a_preset_runs_with_its_scheduler_and_a_page(tmp_path):
     files = {name: tmp_path / f"out.{name}" for name in ("json", "html")}
     small = ("--model", "tiny", "--size", "64", "--steps", "2", "--dtype", "fp32")

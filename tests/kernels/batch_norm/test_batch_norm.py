@@ -131,6 +131,7 @@ def test_the_shapes_take_both_ways():
                 assert (plan.small is not None) is is_small, param.id
 
 
+@pytest.mark.drawn(5)
 @each_layout
 @pytest.mark.parametrize("shape", SMALL + SPLIT)
 def test_forward_and_backward_in_training(shape, layout, device):
@@ -144,6 +145,7 @@ def test_forward_and_backward_in_eval(shape, activation, layout, device):
     check(shape, torch.float32, device, layout, activation, training=False)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(2, 24, 3, 9), (2, 24, 13, 17)], ids=["small", "split"])
@@ -178,6 +180,7 @@ def test_in_eval_an_infinite_input_does_not_reach_the_gradient(shape, layout, de
     torch.testing.assert_close(dbias, dy.sum((0, 2, 3)), atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.drawn(1)
 @each_layout
 @pytest.mark.multiprocessors(1)
 @pytest.mark.parametrize("shape", [(2, 64, 48, 32), (3, 20, 37, 29)], ids=["whole", "odd"])
@@ -185,6 +188,7 @@ def test_chunks_of_several_tiles(shape, layout, device):
     check(shape, torch.float32, device, layout, "silu")
 
 
+@pytest.mark.drawn(1)
 @each_layout
 @pytest.mark.parametrize("shape", [(3, 18, 19, 23), (3, 3, 24, 24)], ids=["many", "few-channels"])
 def test_merges_of_several_tiles(shape, layout, device, monkeypatch):

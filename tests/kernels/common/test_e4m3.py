@@ -75,7 +75,7 @@ def scale_for(expected, factor):
     return expected.abs().max().item() / (abs(factor) * LARGEST)
 
 
-@pytest.mark.drawn(40)
+@pytest.mark.drawn(5)
 @each_path
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("factor", FACTORS)

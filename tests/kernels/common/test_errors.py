@@ -171,6 +171,7 @@ def outcome(op, **changes):
         return type(error), str(error)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(("name", "label", "value"), numbers())
 def test_a_plan_accepts_no_number_of_another_type(name, label, value):
     """1 == 1.0 == True: a call with one of them is checked, whether or not there is a plan for another."""

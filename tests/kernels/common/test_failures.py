@@ -181,6 +181,7 @@ def turn_on():
     dispatch.ops_off.clear()
 
 
+@pytest.mark.drawn(13)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @each_error
 @each_op
@@ -202,7 +203,7 @@ def test_every_op_is_right(op, error, dtype, broken, however_small):
             assert error is NO_COMPILER or dispatch.why_off is None
 
 
-@pytest.mark.drawn(40)
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "dispatcher"])
 @each_error
 @each_derivative

@@ -74,6 +74,7 @@ def test_the_shapes_take_both_ways():
             assert isinstance(config, SmallConfig) is small, param.id
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("dy_layout", LAYOUTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shape", "groups"), SMALL + SPLIT)
@@ -195,6 +196,7 @@ def test_no_less_exact_than_eager_far_from_zero(shape, groups, dtype, mean, devi
     check_against_eager(x, groups, weight, bias, BOUNDS[dtype])
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("layout", "shape", "num_sms"),
     [
@@ -223,6 +225,7 @@ def parts(monkeypatch):
     monkeypatch.setattr(GROUP_NORM_BACKWARD.plans, "made", PlanCache())
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.usefixtures("parts")
 @pytest.mark.parametrize("rows", [None, (5,)], ids=["rows-of-operands", "shared-operands"])
 @pytest.mark.parametrize("wanted", ["weight bias", "bias ada_scale", " ".join(OPERANDS)])

@@ -54,6 +54,7 @@ GPU_SHAPES = [
 ]
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("tokens", [False, True], ids=["image", "tokens"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("shape", "groups"), SMALL + SPLIT)
@@ -125,6 +126,7 @@ def test_an_outlier_in_the_first_pixel(shape, groups, device):
     assert error(run(x, groups, weight, bias), truth(x, groups, weight, bias)) < 1e-5
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     "rows",
     [pytest.param(lambda n: n, id="NxC"), pytest.param(lambda n: 1, id="1xC"), pytest.param(None, id="C")],

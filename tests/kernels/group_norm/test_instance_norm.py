@@ -62,6 +62,7 @@ def check(shape, dtype, device, layout, activation):
         assert error(ours, exact.detach()) < 2 * BOUNDS[dtype]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward_and_backward(shape, layout, device):

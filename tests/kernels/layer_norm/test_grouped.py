@@ -21,6 +21,7 @@ def made(shape, dtype, device):
     return draw(N * T * P, D), draw(N * T * P, D), draw(T, D), draw(N * T, D), [draw(D) for _ in range(3)]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_vector_of_each_frame(shape, dtype, device):

@@ -156,6 +156,7 @@ def every_twelfth(kind, border, mode):
     return EVERY[first % 12 :: 12]
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize(
     "some", [every_twelfth, pytest.param(lambda *_: EVERY, id="every", marks=pytest.mark.slow)]
 )
@@ -170,7 +171,7 @@ def test_every_number_of_frames(kind, border, mode, some, device):
         check(x, cache, norm=NORMS[kind](norm), shift=shift if is_shifted else None, **options)
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 30, 2, 3, 3), (1, 96, 1, 4, 6), (1, 1500, 1, 2, 1)], ids=str)
 def test_every_dtype_and_width(shape, dtype, device):
@@ -236,7 +237,7 @@ def test_an_eps_within_the_root(C, dtype, device):
     assert not y.any()
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("mode", ["zeros", "replicate", "reflect"])
 @pytest.mark.parametrize("kind", ["copy", "norm", "groups"])
 def test_windows_are_frames_side_by_side(kind, mode, device):
@@ -261,7 +262,7 @@ def test_windows_are_frames_side_by_side(kind, mode, device):
                 assert torch.equal(kept, also_kept)
 
 
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("frames", "of"), [(1, 1), (3, 3), (5, 3), (9, 3), (2, 2), (4, 2), (6, 2), (8, 1)], ids=str
@@ -533,6 +534,7 @@ ERRORS = [
 ]
 
 
+@pytest.mark.drawn(13)
 @each_path
 @interpreted
 @pytest.mark.parametrize(("changes", "kind", "message"), ERRORS)

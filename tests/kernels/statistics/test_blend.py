@@ -15,6 +15,7 @@ SHAPES = [(6, 10, 7, 9), (4, 64, 16, 16), (6, 6, 1, 1), (4, 8, 3, 4, 5)]
 run_blend, run_bias = (kernels(direct=True)(function) for function in (blend, add_bias))
 
 
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

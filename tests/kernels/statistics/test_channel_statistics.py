@@ -171,7 +171,7 @@ def test_a_bias_alone(shape, num_sms, in_place, layout, device, few_sms):
     assert_statistics(statistics, y)
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh", "mish"])
 @pytest.mark.parametrize(("shape", "num_sms"), first_alone([CASES[i] for i in (7, 0, 2, 3, 8)]))

@@ -46,6 +46,7 @@ def flux():
     return diffusers.FluxTransformer2DModel(**FLUX).eval()
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("case", NOTICED, ids=name_of)
 @pytest.mark.parametrize("is_optimized", [False, True], ids=["stock", "optimized"])
 def test_replaced_code_is_noticed(unet, case, is_optimized):

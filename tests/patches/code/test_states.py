@@ -46,7 +46,7 @@ def differ(a, b):
     return (a - b).abs().max() > 1e-2
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", OF_UNETS, ids=lambda case: f"{case[0].__name__}.{case[1]}")
 def test_code_replaced_after_some_calls(device, case, mode):
@@ -67,7 +67,7 @@ def test_code_replaced_after_some_calls(device, case, mode):
         assert state(unet).last_change.startswith("other code has replaced ")
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", OF_UNETS, ids=lambda case: f"{case[0].__name__}.{case[1]}")
 def test_code_replaced_before_the_first_call(device, case, mode):
@@ -193,6 +193,7 @@ def test_autoencoders_that_have_no_graphs(device):
         agree(found, vae.decode(z).sample)
 
 
+@pytest.mark.slow
 def test_gradients_see_replaced_code(device):
     unet, stock, inputs = made(device, "training")
 
@@ -219,6 +220,7 @@ def test_a_model_under_change_keeps_its_checks(device):
     assert not list(cuda_graphs.outermost(model))
 
 
+@pytest.mark.slow
 def test_a_thread_that_waits_gets_the_result_of_the_present_code(device):
     """Its call has chosen a graph before another thread found out that the code has changed."""
     unet, stock, inputs = made(device, "auto")
@@ -248,6 +250,7 @@ def test_a_server_of_another_state_does_not_replay(device):
         agree(run(unet, inputs), run(stock, inputs))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("calls", [0, 1, 2])
 def test_code_of_layers_that_came_later(device, calls):
     """peft's layers came after the model's code was read."""

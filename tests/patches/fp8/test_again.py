@@ -311,6 +311,7 @@ def test_weights_that_change_let_products_grow_again(monkeypatch):
     assert (state(fused).in_e4m3, state(fused).again) == (4, 2)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")], ids=str)
 def test_not_finite_inputs_change_no_scale(factor):
     fused, plain, _ = twins()
@@ -394,6 +395,7 @@ def test_a_second_optimize_keeps_what_was_learned(by_graph):
     assert growths(fused) == {**grown, "attn2.to_q": 1}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("is_inside", [False, True], ids=["outside", "inside"])
 def test_in_inference_mode(by_graph, is_inside):
     """All but the model's weights may be made in inference mode, and used outside of it, or the reverse."""

@@ -173,6 +173,7 @@ def test_replaced_weights(change):
     assert error(call(fused), call(stock)) < 0.05
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("merges", [True, False], ids=["merged", "separate"])
 @pytest.mark.parametrize("options", [{}, {"lora_bias": True}], ids=["plain", "bias"])
 def test_layers_with_adapters(merges, options):
@@ -193,6 +194,7 @@ def test_layers_with_adapters(merges, options):
     assert merges or "3 have LoRA adapters" in str(sdfastgn.report(fused))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("calls", [0, 1])
 def test_adapters_that_were_fused_and_unloaded(calls):
     """peft writes through ``.data``, so the version counters of the weights do not change."""
@@ -239,6 +241,7 @@ def swaps(request):
     torch.__future__.set_swap_module_params_on_conversion(before)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.usefixtures("swaps")
 def test_a_model_that_changes_its_dtype_and_back():
     fused, plain, _ = twins()
@@ -253,6 +256,7 @@ def test_a_model_that_changes_its_dtype_and_back():
     assert not any(name in vars(m) for m in fused.modules() for name in ("_apply", "__getstate__"))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.usefixtures("swaps")
 @pytest.mark.parametrize("merges", [False, True], ids=["plain", "merged"])
 def test_a_model_that_moves_away_frees_its_weights_in_e4m3(merges):
@@ -299,6 +303,7 @@ def unhook(block):
     block.to(WHERE["device"])
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("hook", "text"),
     [

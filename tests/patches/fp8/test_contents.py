@@ -64,6 +64,7 @@ def test_a_call_begins_with_the_part_that_began_the_last_one():
     assert sum(calls.begins(b) for _ in range(20)) > 5
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.usefixtures("on_each_device", "without_gradients", "few_calls")
 @pytest.mark.fused_on_cpu
 @pytest.mark.parametrize("writer", WRITERS)
@@ -98,6 +99,7 @@ def test_copies_in_e4m3(writer):
     assert error(product(quantized(x, product.quantizer)), x @ fused.ff.net[2].weight.t()) < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_each_device", "without_gradients", "few_calls")
 @pytest.mark.fused_on_cpu
 def test_copies_in_e4m3_of_merged_weights():

@@ -122,6 +122,7 @@ def other_processor(block):
     block.attn2.set_processor(type("Doubled", (type(block.attn2.processor),), {})())
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("change", [hooked, other_processor])
 def test_what_the_fused_code_cannot_do_runs_in_the_models_dtype(change):
     fused, _, stock = twins()

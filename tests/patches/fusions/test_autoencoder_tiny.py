@@ -67,6 +67,7 @@ def test_another_activation_is_skipped():
     assert skipped == {"activation Mish has no fused form"}
 
 
+@pytest.mark.drawn(1)
 @torch.no_grad()
 @pytest.mark.parametrize("where", ["decoder.layers", "decoder.layers.2.conv", "decoder.layers.2.conv.1"])
 def test_hooks_within_are_called(where, as_cudnn):

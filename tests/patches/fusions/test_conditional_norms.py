@@ -23,6 +23,7 @@ def spatial_block(**options):
     return ResnetBlockCondNorm2D(**sizes, time_embedding_norm="spatial", **options)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("layer", ["norm1", "norm1.norm_layer", "norm2.conv_b", "nonlinearity", "conv1"])
 def test_a_hook_sees_what_it_saw(layer):
     models = cases.random_twins(spatial_block())
@@ -46,6 +47,7 @@ def test_no_less_exact_than_stock(dtype):
     assert errors[0] <= 1.1 * errors[1] + 1e-7
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("plans", [True, False], ids=["plans", "blocks"])
 def test_movq(plans):
     sizes = {"block_out_channels": (32, 32), "latent_channels": 4, "vq_embed_dim": 4, "norm_type": "spatial"}

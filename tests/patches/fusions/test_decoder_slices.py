@@ -35,6 +35,7 @@ def slices_of(vae, call):
     return found
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("batch", "pixels", "expected"),
     [
@@ -69,6 +70,7 @@ def test_plans_run_in_slices(stock, monkeypatch):
     assert [plan.slices.number for (plan,) in found] == [3, 3]
 
 
+@pytest.mark.slow
 def test_training_and_tracing_take_the_batch_as_it_is(stock, monkeypatch):
     monkeypatch.setattr(decoder_slices, "MOST_PIXELS", 16**2)
     vae, z = sdfastgn.optimize(copy.deepcopy(stock)), latents(3)

@@ -46,6 +46,7 @@ def pixels(*size):
 
 
 # FLUX.2's small decoder has fewer channels than its encoder.
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("plans", [True, False], ids=["plans", "blocks"])
 @pytest.mark.parametrize("options", [{}, {"decoder_block_out_channels": (12, 8)}], ids=str)
 def test_decode_and_encode(options, plans, monkeypatch):
@@ -64,6 +65,7 @@ def test_decode_and_encode(options, plans, monkeypatch):
     assert not any("silu" in step for p in found for step in p.steps)
 
 
+@pytest.mark.slow
 def test_tiles():
     stock = flux2_autoencoder()
     whole = decode_of(codes(9, 6))(stock)
@@ -74,6 +76,7 @@ def test_tiles():
     cases.agree(decode_of(codes(9, 6))(models[0]), whole, 5e-5)
 
 
+@pytest.mark.slow
 def test_restored_bit_by_bit():
     is_restored_bit_by_bit(flux2_autoencoder(), decode_of(codes(4, 6)), encode_of(pixels(8, 12)))
 

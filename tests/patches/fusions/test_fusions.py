@@ -79,6 +79,7 @@ def test_same_output_fused_and_bit_identical_after_restore(build, call, request)
     assert snapshot(module) == stock
 
 
+@pytest.mark.drawn(5)
 @each_fusion
 def test_twice_is_once(build, call):
     module, before = stock_and_output(build, call)
@@ -95,7 +96,7 @@ def test_twice_is_once(build, call):
     assert torch.equal(output(module, call), before)
 
 
-@pytest.mark.drawn(30)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 @each_fusion
 def test_weights_that_are_loaded_stay(build, call, assign):
@@ -109,7 +110,7 @@ def test_weights_that_are_loaded_stay(build, call, assign):
     assert torch.equal(output(module, call), output(stock, call))
 
 
-@pytest.mark.drawn(30)
+@pytest.mark.drawn(2)
 @each_fusion
 @each_copy
 def test_copies_of_a_fused_module_are_fused_and_can_be_restored(build, call, copied):
@@ -125,7 +126,7 @@ def test_copies_of_a_fused_module_are_fused_and_can_be_restored(build, call, cop
     assert not sdfastgn.report(other).fused
 
 
-@pytest.mark.drawn(60)
+@pytest.mark.drawn(4)
 @each_sample
 def test_gradients_of_a_fused_module(build, call):
     """The modules are in train mode. Dropout is 0 in all samples."""
@@ -144,7 +145,7 @@ def test_gradients_of_a_fused_module(build, call):
         torch.testing.assert_close(grad, before[key], atol=1e-5, rtol=2e-3, msg=lambda m, k=key: f"{k}: {m}")
 
 
-@pytest.mark.drawn(60)
+@pytest.mark.drawn(8)
 @each_sample
 def test_hooks_on_inner_modules_see_what_they_saw(build, call):
     """A hook on a norm or an activation gets the stock value, although the two run as one."""
@@ -174,7 +175,7 @@ def test_hooks_on_inner_modules_see_what_they_saw(build, call):
         torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", ["attention", "geglu", "transformer_block", "upsample_2d"])
 def test_under_a_compiler_the_graph_is_diffusers_own(name, training):
@@ -183,6 +184,7 @@ def test_under_a_compiler_the_graph_is_diffusers_own(name, training):
         cases.compiles_to_stocks_graph(cases.twins(samples.randomize(build()).train(training)), call)
 
 
+@pytest.mark.drawn(4)
 @each_fusion
 def test_edits_after_optimize_count(build, call):
     """eps and weights that change after ``optimize`` are used."""
@@ -225,7 +227,7 @@ def test_another_method_of_the_instance_is_called():
         cases.agree(fused(x), stock(x))
 
 
-@pytest.mark.drawn(24)
+@pytest.mark.drawn(1)
 @each_fusion
 def test_an_own_forward_in_the_instance_changes_nothing(build, call):
     """Hooks that were removed leave a ``forward`` in the instance."""
@@ -349,7 +351,7 @@ def test_a_resnet_block_asks_of_each_norm_once_whether_it_can_be_fused(monkeypat
 BLOCK = "mid_block.attentions.0.transformer_blocks.0"
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("beside", [True, False], ids=["beside-the-layer", "instead-of-it"])
 @pytest.mark.parametrize(
     "path",

@@ -74,7 +74,7 @@ def test_the_image_is_that_of_a_decode_in_one_piece(stock, held, monkeypatch, mo
     assert (tiled(stock).decode(z).sample - expected).abs().max() > 0.05
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("shape", [(2, 4, 9, 5), (1, 4, 1, 17), (1, 4, 17, 1), (3, 4, 4, 5)])
 @pytest.mark.parametrize("slicing", [False, True], ids=["whole-batch", "sliced"])
 def test_any_size_and_batch(stock, held, shape, slicing):
@@ -158,6 +158,7 @@ def memory_of(vae, z):
         gc.enable()
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_the_held_maps_and_a_few_strips(stock, held, monkeypatch):
     vae, z = optimized(stock), latents(1, 4, 32, 24)
     of_half = 4 * 16 * 64 * 48  # a map at half of the image's size
@@ -224,6 +225,7 @@ def test_a_copy_decodes_without_the_original(stock, held):
     same_as_stocks_tiles(shallow, stock, z)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
@@ -300,6 +302,7 @@ def _other_padding(vae):
     vae.decoder.conv_out.padding_mode = "circular"
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -368,7 +371,7 @@ def reason_of_strips(vae):
     return entry.reason or None
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @each_order
 @pytest.mark.parametrize("layers", _CONVOLUTIONS.values(), ids=_CONVOLUTIONS)
 def test_a_lora_runs_in_strips(stock, held, layers, order):
@@ -396,7 +399,7 @@ _UNMERGED = {
 }
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @each_order
 @pytest.mark.parametrize(("config", "options", "reason"), _UNMERGED.values(), ids=_UNMERGED)
 def test_an_adapter_that_is_not_merged_runs_in_stocks_tiles(stock, held, config, options, reason, order):

@@ -280,6 +280,7 @@ def decoder(**options):
     return Decoder(**options, layers_per_block=1, norm_num_groups=4, mid_block_add_attention=False).eval()
 
 
+@pytest.mark.drawn(1)
 @kernel_samples.interpreted
 @pytest.mark.parametrize("pays", [True, False], ids=["phases", "op"])
 def test_no_interpolation_in_an_optimized_decoder(ran, monkeypatch, pays):

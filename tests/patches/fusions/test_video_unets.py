@@ -60,7 +60,7 @@ def fused(monkeypatch):
     return found
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "options", [{}, {"batch": 1, "frames": 5}, {"frames": 1}, {"size": (6, 10)}], ids=str
 )
@@ -107,6 +107,7 @@ def hooked_query(unet, values):
         query.register_forward_hook(lambda m, i, o: unet.seen.append(o))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("change", [no_single_token, other_processor, hooked_query, hooked_out])
 def test_attention_to_one_token_needs_plain_layers(change, fused):
     unet, stock = twins("svd")
@@ -157,7 +158,7 @@ def other_attention(module):
             child.set_processor(AttnProcessor())
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("change", [hooked_block, hooked_attention, hooked_layers, chunks, other_attention])
 @pytest.mark.parametrize("name", ["svd", "animatediff", "text_to_video"])
 def test_what_is_not_plain_runs_stocks_code(name, change, fused):
@@ -184,6 +185,7 @@ def test_a_lora_on_the_attention_over_frames(name, fused):
     assert len(fused) == len(blocks(unet, name))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients(name, fused):
     unet, stock = twins(name)

@@ -67,7 +67,7 @@ def run(module, call):
     return Counter(name for name in names if name in HEAVY), [y.detach(), *gradients]
 
 
-@pytest.mark.drawn(68)
+@pytest.mark.drawn(6)
 @each_sample
 def test_an_optimized_module_runs_stocks_ops(build, call):
     """The same ops in the same layouts, forward and backward: no additional copy, and the same bits."""

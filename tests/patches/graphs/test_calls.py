@@ -24,6 +24,7 @@ from tests.patches.graphs.tape import TapeBackend
 pytestmark = pytest.mark.fused_on_cpu
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "make_timestep",
@@ -74,6 +75,7 @@ def variants(inputs):
     yield {**inputs, "cross_attention_kwargs": {"scale": 0.5}}
 
 
+@pytest.mark.slow
 def test_each_kind_of_call_has_a_graph_of_its_own():
     unet, stock, inputs = make()
     lora(unet), lora(stock)

@@ -192,7 +192,7 @@ def test_a_list_of_scales_as_a_union_of_controlnets_takes_it():
     assert [(x * factor).tolist() for factor in later["scale"]] == [[0.25, 0.25], [3.0, 3.0]]
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", [float, *NUMPY])
 @pytest.mark.parametrize("guess_mode", [False, True])
 def test_a_controlnets_scale(guess_mode, kind):

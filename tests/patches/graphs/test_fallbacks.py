@@ -57,6 +57,7 @@ class Odd:
         raise LookupError("not now")
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
@@ -328,6 +329,7 @@ def test_a_forward_that_counts_its_calls():
     assert state(unet).captured == 0
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("mode", "captured"), [("auto", 1), (True, 1), (False, 0)])
 def test_modes(mode, captured):
     unet, _, inputs = make(mode=mode)

@@ -18,6 +18,7 @@ def as_on_a_gpu(model):
     return str(replace(sdfastgn.report(model), runs_kernels=True))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("mode", "spoil"),
     [
@@ -36,6 +37,7 @@ def test_the_report_says_that_a_unet_gains_nothing(mode, spoil):
     assert SLOW not in as_on_a_gpu(sdfastgn.restore(unet))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "how", ["first call", "replayed", "plan", "training", "gradients", "compiled", "block"]
 )

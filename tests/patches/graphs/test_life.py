@@ -36,6 +36,7 @@ def test_the_sizes_of_the_pools_of_graphs(monkeypatch):
     assert pool_sizes() == {}
 
 
+@pytest.mark.slow
 def test_the_number_of_graphs_is_bounded():
     unet, _, inputs = make(mode=True)
     text = inputs["encoder_hidden_states"]
@@ -45,6 +46,7 @@ def test_the_number_of_graphs_is_bounded():
     assert sdfastgn.report(unet).graph_memory_bytes == 1 << 20
 
 
+@pytest.mark.drawn(1)
 @each_copy
 def test_a_copy_is_independent(copied):
     unet, stock, inputs = make()
@@ -148,6 +150,7 @@ def test_threads_do_not_mix_their_values():
     assert state(unet).captured == 1
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("same", "forwards"), [(True, 1), (False, 2)], ids=["same-thread", "another-thread"])
 def test_a_thread_that_has_not_run_the_call_runs_it_before_the_capture(same, forwards, monkeypatch):
     """cuDNN chooses algorithms in each thread separately."""

@@ -141,7 +141,7 @@ SWITCHES = {
 }
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_switch_keeps_the_graph(name, device, monkeypatch):
@@ -184,6 +184,7 @@ def test_hotswap():
     assert state(unet).captured == 1
 
 
+@pytest.mark.slow
 def test_every_switch_one_after_the_other():
     unet, stock, inputs = make()
     two(unet), two(stock)
@@ -231,6 +232,7 @@ def test_new_scales_alone_look_at_no_layer_again(monkeypatch):
     assert looked
 
 
+@pytest.mark.slow
 def test_new_scales_in_another_model_look_at_no_layer_again(monkeypatch):
     (unet, stock, inputs), (other, _, more) = make(), make()
     two(unet), two(stock), two(other)
@@ -245,6 +247,7 @@ def test_new_scales_in_another_model_look_at_no_layer_again(monkeypatch):
     assert looked == []
 
 
+@pytest.mark.slow
 def test_known_adapters_are_switched_before_any_layer_is_looked_at(monkeypatch):
     unet, stock, inputs = make()
     two(unet), two(stock)
@@ -290,6 +293,7 @@ def drop_out(unet):
             wrapper.lora_dropout["b"] = torch.nn.Dropout(0.5)
 
 
+@pytest.mark.slow
 def test_an_inactive_adapter_that_cannot_be_merged_any_more():
     unet, _, inputs = make()
     two(unet)
@@ -437,6 +441,7 @@ def test_first_and_last_convolutions_are_merged(is_first):
     assert hooks_of(unet) == hooks
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["conv_in", "to_q"])
 def test_a_hook_beside_sdfastgns_own_ends_the_graph(name):
     unet, stock, inputs = make()
@@ -493,7 +498,7 @@ STRUCTURES = {
 }
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_other_changes(name):
     unet, stock, inputs = make()
@@ -506,6 +511,7 @@ def test_other_changes(name):
     same_results(unet, stock, inputs, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "calls"),
     [pytest.param("cpu", 60, id="tape"), pytest.param("cuda", 3000, id="graph", marks=pytest.mark.gpu)],
@@ -645,6 +651,7 @@ def test_not_merged_if_not_wanted():
     assert not sdfastgn.report(unet).merged
 
 
+@pytest.mark.slow
 def test_a_copy_merges_for_itself():
     unet, stock, inputs = make()
     two(unet), two(stock)

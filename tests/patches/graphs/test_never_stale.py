@@ -46,7 +46,7 @@ CASES = [
 ]
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("before", "change", "words"), CASES)
 def test_never_stale(before, change, words, device, monkeypatch):
@@ -71,6 +71,7 @@ def test_never_stale(before, change, words, device, monkeypatch):
         assert re.fullmatch(words, state(unet).last_change)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("before", "change"), [pytest.param(*case, id=name) for name, case in VALUES.items()]
@@ -171,6 +172,7 @@ def lora_scales(unet, scales):
             module.scaling = Scales(module.scaling)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -252,6 +254,7 @@ def test_a_change_before_the_capture_costs_nothing():
     assert state(unet).captured == 1
 
 
+@pytest.mark.slow
 def test_a_model_that_changes_at_each_call_is_left_alone():
     unet, _, inputs = make(mode=True)
     for _ in range(24):
@@ -352,6 +355,7 @@ def test_the_end_of_a_reason_is_seen(spoil, mend, reason):
     assert (state(unet).captured, state(unet).replays) == (1, 2)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("plans", [True, False], ids=["plans", "blocks"])
 def test_an_autoencoder_cast_up_and_down_leaves_the_unet_alone(plans):
     """SDXL's autoencoder is cast so in each image: its weights are new tensors at each call."""

@@ -31,6 +31,7 @@ def offloaded(when, mode=True):
     return unet, stock, inputs
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_offloaded_model_has_graphs_after_several_calls(when):
     unet, stock, inputs = offloaded(when, mode="auto")
@@ -69,6 +70,7 @@ def test_the_hook_runs_at_each_call(when):
     assert len(calls) == 3
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_pipeline_renews_the_hooks_after_each_image(when):
     unet, stock, inputs = offloaded(when)
@@ -79,6 +81,7 @@ def test_a_pipeline_renews_the_hooks_after_each_image(when):
     assert (state(unet).captured, state(unet).replays) == (1, 6)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("first", ["hook", "sdfastgn"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_both_are_removed_in_any_order(when, first):

@@ -25,6 +25,7 @@ class Processor:
         return hidden_states
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mode", ["auto", True])
 def test_once_for_each_kind(mode):
     backend = TapeBackend()

@@ -134,6 +134,7 @@ def test_a_training_run_is_as_without_graphs(what, set_to_none, device):
     assert state.eager == {"first call of its kind": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_are_accumulated(device):
     unet, other, batch = pair(device)
@@ -147,6 +148,7 @@ def test_gradients_are_accumulated(device):
     same(*found)
 
 
+@pytest.mark.slow
 def test_two_calls_before_their_backwards():
     unet, other, batch = pair()
     warm(unet, other, batch=batch)
@@ -158,6 +160,7 @@ def test_two_calls_before_their_backwards():
     assert state.eager["the backward of an earlier call has not run"] == 1
 
 
+@pytest.mark.slow
 def test_a_call_without_a_backward_frees_the_graph():
     unet, other, batch = pair()
     warm(unet, other, batch=batch)
@@ -327,7 +330,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_the_model_shows_in_the_next_step(change, device):
@@ -340,6 +343,7 @@ def test_a_change_of_the_model_shows_in_the_next_step(change, device):
     assert trained_state(unet).captured == 2
 
 
+@pytest.mark.slow
 def test_arguments_that_require_gradients():
     unet, other, batch = pair()
     warm(unet, other, batch=batch)
@@ -354,6 +358,7 @@ def test_arguments_that_require_gradients():
     assert trained_state(unet).captured == 2
 
 
+@pytest.mark.slow
 def test_under_autocast():
     unet, other, batch = pair()
     found = []
@@ -374,6 +379,7 @@ def test_under_autocast():
     assert trained_state(unet).replays == 3
 
 
+@pytest.mark.slow
 def test_calls_without_gradients_between_steps():
     unet, other, batch = pair()
     for number in range(4):
@@ -422,6 +428,7 @@ REASONS = [
 ]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("change", "reason"), REASONS)
 def test_some_models_run_eagerly_for_a_reason(change, reason, device):
@@ -455,6 +462,7 @@ class Captures(TapeBackend):
         return handle
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("function", [None, reentrant], ids=["diffusers", "reentrant"])
 def test_gradient_checkpointing(function, device):
@@ -480,6 +488,7 @@ def test_gradient_checkpointing(function, device):
         assert recomputed > backward + 0.5 * forward
 
 
+@pytest.mark.slow
 def test_reentrant_checkpointing_gives_no_gradient_where_no_argument_requires_one():
     def prepare(unet):
         unet.conv_in.requires_grad_(False)
@@ -511,6 +520,7 @@ def test_graphs_with_gradient_checkpointing_take_less_memory():
     assert sizes[1] < 0.8 * sizes[0]
 
 
+@pytest.mark.slow
 def test_saved_tensors_hooks_and_anomaly_mode_run_eagerly():
     unet, other, batch = pair()
     warm(unet, other, batch=batch)
@@ -532,6 +542,7 @@ def test_an_error_in_the_capture_leaves_the_step_eager():
     assert any("no capture" in reason for reason in trained_state(unet).eager)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_capture_does_not_reach_the_gradients_of_the_parameters(fails, monkeypatch):
     """On a GPU a result of an earlier call, which is still alive here, would make the capture fail."""
@@ -560,6 +571,7 @@ def test_a_capture_does_not_reach_the_gradients_of_the_parameters(fails, monkeyp
     assert trained_state(unet).captured == (not fails)
 
 
+@pytest.mark.slow
 def test_a_graph_for_each_of_four_kinds_of_calls():
     unet, other, batch = pair()
     for size in (8, 16, 24, 32, 40):
@@ -599,6 +611,7 @@ def test_other_modes_have_no_graphs_of_training():
     assert (state.captured, state.eager) == (0, {"gradients are enabled": 3})
 
 
+@pytest.mark.slow
 def test_new_values_of_freeu_before_a_backward():
     """The backward must use the values that its own forward used, not the new ones."""
     unet, other, batch = pair()

@@ -118,7 +118,7 @@ def counts(vae):
     return state(vae).captured, state(vae).replays
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", DEVICES)
 @each_family
 def test_new_latents_in_the_same_graph(case, device):
@@ -149,6 +149,7 @@ def test_each_number_of_frames_has_its_graph(case):
     assert counts(vaes[0]) == (3, 7)
 
 
+@pytest.mark.drawn(1)
 @each_chunked
 def test_the_caches_are_as_after_a_stock_call(case):
     vaes = twins(case)
@@ -157,6 +158,7 @@ def test_the_caches_are_as_after_a_stock_call(case):
         assert getattr(vaes[0], name) == getattr(vaes[1], name)
 
 
+@pytest.mark.drawn(1)
 @each_chunked
 def test_an_encode_keeps_the_graphs(case):
     vaes = twins(case)
@@ -167,6 +169,7 @@ def test_an_encode_keeps_the_graphs(case):
     assert (*counts(vaes[0]), state(vaes[0]).dropped) == (1, 2, 0)
 
 
+@pytest.mark.drawn(1)
 @each_chunked
 def test_a_changed_model_has_a_new_graph(case):
     vaes = twins(case)
@@ -178,7 +181,7 @@ def test_a_changed_model_has_a_new_graph(case):
     assert "post_quant_conv" in state(vaes[0]).last_change
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @each_family
 def test_images_in_slices(case):
     vaes = twins(case)
@@ -202,6 +205,7 @@ def test_tiles_have_no_graph(case):
     assert counts(vaes[0]) == (1, 2)
 
 
+@pytest.mark.drawn(1)
 @each_plain
 def test_tiles_share_a_graph(case):
     vaes = twins(case)
@@ -215,7 +219,7 @@ def test_tiles_share_a_graph(case):
     assert counts(vaes[0]) == (4, 2 * 9 - 4)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @each_family
 def test_a_large_call_has_no_graph(case, monkeypatch):
     # 12 latents of 2 x 2 pixels each.
@@ -228,7 +232,7 @@ def test_a_large_call_has_no_graph(case, monkeypatch):
     assert state(vaes[0]).eager["the call is so large that the GPU takes longer than Python"] == 3
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @each_family
 def test_a_graph_is_given_up_if_it_leaves_too_little_memory(case):
     backend = TapeBackend()
@@ -257,7 +261,7 @@ def only_after(clear):
     return clear_cache, "has no attribute '_feat_map'"
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @each_chunked
 @pytest.mark.parametrize("when", [only_before, only_after])
 def test_caches_that_outlive_a_call(case, when, monkeypatch):
@@ -273,7 +277,7 @@ def test_caches_that_outlive_a_call(case, when, monkeypatch):
     assert reason in reasons_of(vaes[0])
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @each_family
 def test_gradients_beside_graphs(case):
     vaes = twins(case, mode="training")
@@ -287,7 +291,7 @@ def test_gradients_beside_graphs(case):
     assert with_gradients.eager == {"gradients are enabled": 1}
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @each_family
 def test_restored_bit_by_bit(case):
     _, vae = twins(case)
@@ -302,7 +306,7 @@ def test_restored_bit_by_bit(case):
     assert torch.equal(vae.decode(z).sample, expected)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @each_chunked
 @each_copy
 def test_a_copy_is_independent(case, copied):

@@ -38,7 +38,7 @@ def trained(model, inputs):
     model.zero_grad()
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", ["auto", "training", False])
 @pytest.mark.parametrize("part", [".lora_", "base_layer.weight"])

@@ -184,6 +184,7 @@ def test_a_whole_model(ran, build):
     assert statistics.take_statistics(y) is None
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("build", "alone", "handed"),
     [

@@ -35,6 +35,7 @@ def test_a_video_autoencoder_that_repeats_borders():
         sdfastgn.optimize(model, strict=True, plans=False)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["Mochi", "HunyuanVideo 1.5"])
 def test_a_plan_repeats_borders_in_a_kernel(name):
     """So its report and ``strict`` have nothing against the model. Only the plan lays its weights out."""

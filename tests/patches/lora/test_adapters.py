@@ -55,6 +55,7 @@ def test_the_report_names_each_layer_with_a_lora(when):
     assert all(path in report.details() for path in paths_with_lora(model))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_report_names_other_adapters_in_all_models_of_a_pipeline(when):
     controlnet = build_controlnet("tiny", torch.float32, "cpu")
@@ -117,6 +118,7 @@ STATES = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("state", STATES)
 def test_strict_refuses_every_state_of_an_adapter_until_it_is_gone(state):
     model = unet()

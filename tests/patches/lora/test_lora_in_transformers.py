@@ -58,7 +58,7 @@ def is_all_merged(model):
     return merged.layers == len(wrappers(model)) and all(map(is_merged, wrappers(model)))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["sd3-before-optimize", *TRANSFORMERS])
 @torch.no_grad()
 def test_every_layer_is_merged(name):
@@ -103,7 +103,7 @@ class Full(nn.Module):
             raise torch.OutOfMemoryError("for the test")
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", CHANGES)
 @torch.no_grad()
 def test_a_change_shows_in_the_next_call(name):
@@ -295,6 +295,7 @@ def test_a_graph_without_memory_frees_the_merged_weights_of_all_models():
     assert torch.equal(SD3.run(model), SD3.run(stock))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("holder", [(F, "linear"), (lora.Linear, "forward")], ids=["torch", "peft"])
 @torch.no_grad()
 def test_replaced_code_runs(holder):

@@ -426,7 +426,7 @@ def test_stocks_code_sees_no_merged_weights():
         assert torch.equal(model(x), stock(x))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("with_gradients", [True, False], ids=["gradients", "no-gradients"])
 @pytest.mark.parametrize("merges", [True, False], ids=["merged", "not-merged"])
 def test_compiled_as_one_graph(merges, with_gradients):

@@ -85,6 +85,7 @@ CASES = {
 }
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_layers_that_read_the_same_run_as_one(case, dtype, products):

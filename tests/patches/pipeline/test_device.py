@@ -37,6 +37,7 @@ class Own(nn.Linear):
     device = torch.device("meta")
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "change",
     [

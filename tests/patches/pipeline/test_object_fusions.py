@@ -49,6 +49,7 @@ def picture(pipe, **options):
     return np.asarray(pipe("a cat", num_inference_steps=4, generator=generator, **options).images[0])
 
 
+@pytest.mark.slow
 def test_optimize_and_restore(pipe):
     before = picture(pipe)
     attributes = set(vars(pipe.scheduler)), set(vars(pipe))
@@ -66,7 +67,7 @@ def test_optimize_and_restore(pipe):
     assert np.array_equal(picture(pipe), before)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "duplicate",
     [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))],
@@ -191,6 +192,7 @@ def test_a_pipeline_goes_though_its_scheduler_stays():
     assert type(scheduler) is not PNDMScheduler
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "name", ["PNDMScheduler.step_plms", "VaeImageProcessor.denormalize", "DiffusionPipeline.device"]
 )

@@ -144,6 +144,7 @@ def waits_on_meta(scheduler, steps=7, begin=0, noise="cpu", **options):
     return waits.found
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("cls", "config", "options"), WITHOUT_WAITING)
 def test_no_step_reads_from_the_gpu_or_copies_from_pageable_memory(cls, config, options):
     assert waits_on_meta(cls(**config), **options)

@@ -214,6 +214,7 @@ def offloaded_before(recurse):
     return unet, stock, unet_inputs("tiny", size=64, batch=1, dtype=torch.float32, device="cpu", seed=0)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("recurse", [False, True], ids=["model", "sequential"])
 def test_offloading_that_ended_leaves_nothing_out(recurse):
     unet, stock, inputs = offloaded_before(recurse)

@@ -54,7 +54,7 @@ def over_fused(root):
     return {path for path, m in modules.items() if "Fused" in m._parent.__qualname__}
 
 
-@pytest.mark.drawn(24)
+@pytest.mark.drawn(3)
 @each_fusion
 @pytest.mark.parametrize(
     "order", ["optimize put take restore", "put optimize take restore", "put optimize restore take"]

@@ -136,6 +136,7 @@ def of_another_class(model):
     return model
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "change",
     [number, item_of_a_dict, shape, strides, tied, shared_memory, shared_module, of_another_class],
@@ -174,6 +175,7 @@ def function_with(default):
     return types.FunctionType(code, vars(small), "mixed", (default,))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("owner", "name", "one", "other"),
     [
@@ -255,6 +257,7 @@ def the_file(folder):
     return path
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "damage",
     [

@@ -187,6 +187,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("wrong", [pytest.param(wrong, id=wrong.name) for wrong in WRONG])
 def test_a_wrong_rule_is_seen(wrong, monkeypatch):
     put_in(monkeypatch, changed_codes(wrong))

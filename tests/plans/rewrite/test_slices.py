@@ -187,6 +187,7 @@ def test_results_must_be_small():
 # ---- whole models
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("cls", "shape"),
     [
@@ -230,7 +231,7 @@ INDEPENDENT = [
 ]
 
 
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "call",
     [pytest.param(call, id=call.name, marks=[pytest.mark.slow] * call.is_slow) for call in INDEPENDENT],

@@ -238,6 +238,7 @@ def put_side_by_side(block):
             part.data = data
 
 
+@pytest.mark.drawn(1)
 @each_path
 @pytest.mark.parametrize(
     ("change", "recordings"),
@@ -263,6 +264,7 @@ def test_changed_weights(change, recordings, path):
     assert change in (lay_out, put_side_by_side) or not torch.equal(before[0], baked.run(inputs)[0])
 
 
+@pytest.mark.drawn(1)
 @each_path
 def test_packed_weights(path, monkeypatch):
     monkeypatch.setattr(packed, "PACKED_DEVICES", ("cpu",))
@@ -313,6 +315,7 @@ def test_weights_in_one_memory_move_together_and_apart(path):
         assert baked.recorded == 2
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("change", [move, assign, lay_out])
 def test_old_weights_are_kept_until_the_next_call_at_most(change):
     block = Block().requires_grad_(False)

@@ -31,6 +31,7 @@ def inputs(dtype=torch.float32):
     return torch.randn(2, 4, 6, 8, dtype=dtype), torch.tensor([3, 500]), torch.randn(2, 5, 6, dtype=dtype)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("return_dict", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_unet(dtype, return_dict):
@@ -57,6 +58,7 @@ def test_a_decode_and_an_encoder():
         torch.testing.assert_close(encode((-x,)), model.encoder(-x), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_goes_at_once():
     model = unet()
     model.plan = plan_of(model, model, *inputs())

@@ -79,7 +79,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CERTAIN)
 def test_strides_are_those_of_the_device(name, device):

@@ -189,6 +189,7 @@ class Keeper:
     kept = None
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("call", "keeper"),
     [
@@ -206,6 +207,7 @@ def test_a_tensor_that_python_keeps_elsewhere(call, keeper):
     Keeper.kept = None
 
 
+@pytest.mark.slow
 def test_a_tensor_that_a_closure_keeps():
     kept = []
     hook = lambda module, args, out: kept.append(out)  # noqa: E731
@@ -224,6 +226,7 @@ def test_tensors_in_a_cycle_are_not_kept():
     check(call)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("maxsize", [None, 4])
 def test_a_cache_that_the_trace_filled_is_emptied(maxsize):
     @functools.lru_cache(maxsize)
@@ -237,6 +240,7 @@ def test_a_cache_that_the_trace_filled_is_emptied(maxsize):
     torch.testing.assert_close(Net(call)(torch.ones(4)), torch.arange(4.0) + 1)
 
 
+@pytest.mark.slow
 def test_a_cache_is_emptied_after_a_refused_trace_too():
     @functools.cache
     def ones(n):
@@ -373,6 +377,7 @@ def test_attention_that_compiles_itself_runs_after_a_refused_trace():
         torch.testing.assert_close(flex_attention(x, x, x), F.scaled_dot_product_attention(x, x, x))
 
 
+@pytest.mark.slow
 def test_no_trace_in_a_compiled_function():
     reasons = []
 

@@ -53,12 +53,14 @@ def test_every_change_has_an_effect(calls):
     assert not torch.equal(calls["no LoRA"][0], calls["another prompt"][0])
 
 
+@pytest.mark.slow
 def test_what_was_removed_is_gone(calls):
     expected = calls["another prompt"][0]
     for name in ("no residuals", "no FreeU", "no T2I-Adapter", "no IP-Adapter", "no LoRA again"):
         torch.testing.assert_close(calls[name][0], expected)
 
 
+@pytest.mark.slow
 def test_a_shorter_list_of_changes(monkeypatch):
     monkeypatch.setitem(adapters.FEWER, "tiny", adapters.FEWER["sdxl"])
     names = [name for name, _ in adapters.changes_of("tiny")]
@@ -88,6 +90,7 @@ def test_a_loras_scale_is_an_argument_of_unets_and_transformers():
         assert adapters.scale_argument(step) == f"{name}_attention_kwargs"
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("optimize", "expected"), [(False, [0, 1, 5, 6]), (True, [0, 1, 2, 3, 4, 5, 6])])
 def test_stock_makes_fewer_calls_and_ends_with_the_same(monkeypatch, optimize, expected):
     numbers = []

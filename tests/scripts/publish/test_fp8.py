@@ -20,6 +20,7 @@ from tests.bench.tables.cases import SOURCE, save
 ROW = Row("sdxl", "unet", 1024, 2, "fp16", "sdfastgn", OK, median_ms=20.0, error_fp32=0.002)
 
 
+@pytest.mark.slow
 def test_times_of_a_gpu_without_fp8(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     assert fp8.main(["times", "--tiny", "--device", "cpu", "--json", str(path)]) == 0

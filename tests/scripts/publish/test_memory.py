@@ -58,6 +58,7 @@ def test_images_are_drawn_under_each_limit_and_offloaded_under_the_smallest(
     assert not hasattr(limited.pipe.unet, "_hf_hook")
 
 
+@pytest.mark.slow
 def test_where_stock_has_no_memory_both_are_tried_with_offloading(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float | None] = []
 

@@ -21,6 +21,7 @@ CONFIG = BenchConfig("flux", "pipeline", 8, 1, "bf16", "cpu", repeats=1)
 ROW = OffloadingRow("flux", False, 31.6, [30.0, 29.0, 25.0], 23.25)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", offloading.PIPELINES)
 def test_a_pipeline_is_called_stock_and_optimized(name: str) -> None:
     rows = list(offloading.rows(name, CPU, tiny=True))
@@ -30,6 +31,7 @@ def test_a_pipeline_is_called_stock_and_optimized(name: str) -> None:
     assert all(len(row.call_s) == offloading.CALLS and row.weights_gib > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_every_model_is_offloaded_and_called(monkeypatch: pytest.MonkeyPatch) -> None:
     built = offloading.flux(CPU, True)
     monkeypatch.setitem(offloading.PIPELINES, "flux", lambda device, tiny: built)

@@ -210,6 +210,7 @@ def test_what_is_of_another_run_is_done_again(change, tmp_path, monkeypatch):
     assert machine.ran == ["a", "a"]
 
 
+@pytest.mark.slow
 def test_a_program_and_what_it_started_end_with_their_time(tmp_path):
     marker = tmp_path / "alive"
     child = f"import time, pathlib; time.sleep(1.5); pathlib.Path({str(marker)!r}).touch()"
