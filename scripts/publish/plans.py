@@ -132,7 +132,7 @@ def _peak_gb(call: Call, device: torch.device, others: int) -> float | None:
 
 
 def _in_graphs(calls: dict[str, Call], device: torch.device) -> dict[str, float]:
-    """Median milliseconds of a replay of each call that can be captured. Nothing on the CPU."""
+    """Median milliseconds of a replay of each call that can be captured; empty on the CPU."""
     if device.type != "cuda":
         return {}
     graphs: dict[str, torch.cuda.CUDAGraph] = {}

@@ -41,9 +41,9 @@ def _runners() -> dict[type, Any]:
 
 @contextlib.contextmanager
 def launch_functions() -> Iterator[None]:
-    """A context in which Triton launches kernels by the methods that sfast (stable-fast) has installed.
+    """A context in which Triton launches kernels with sfast's (stable-fast's) methods.
 
-    At its end the methods of before are restored, so that other variants launch kernels at full speed.
+    At its end Triton's own methods are back, so that other variants launch kernels at full speed.
     """
     stock = _runners()
     try:

@@ -43,7 +43,7 @@ class BenchConfig:
             steps, decode) or ``"train"`` (forward and backward of the UNet).
         size: pixels along a side of the square image, or the height of a video's frames.
         batch: batch size of the UNet or the VAE (in videos for a video model), or images per call of a
-            pipeline. A step of a saved transformer is one of such a call.
+            pipeline. For a transformer with saved weights, too: one step of such a call is timed.
         weights: ``"random"``, a local path or a Hub id.
         fp32_reference: also compute the output in fp32, with which outputs are then compared.
         profile: also record where a call's time goes, after the call was timed.

@@ -175,7 +175,7 @@ def _is_transformer(modules: Sequence[nn.Module]) -> bool:
 
 
 def _takes_time(root: nn.Module) -> bool:
-    """True if calls of ``root`` are steps of an image or video: they take a time of the noise."""
+    """True if ``root`` is a denoiser: its forward takes a timestep."""
     forward = getattr(type(root), "forward", None)  # modules of torch.jit have none
     return forward is not None and not _TIMES.isdisjoint(signature(forward).parameters)
 

@@ -27,7 +27,7 @@ from sdfastgn.plans.trace.refusals import is_tracing
 from sdfastgn.plans.trace.traced import Traced, Untraceable
 from sdfastgn.plans.trace.tracer import trace
 
-# Kind of GPU -> a compute capability of this kind. Steps can differ between these kinds.
+# Kind of GPU -> a compute capability of it. A plan can have other steps on another kind.
 _CAPABILITIES = {"hopper": (9, 0), "other": (8, 0)}
 
 

@@ -42,7 +42,8 @@ _KINDS: dict[Any, str] = {
     str: "str",
 }
 
-# Type in the op's schema -> (Python's type, check that raises an error for a wrong value of another type).
+# Type in the op's schema -> (Python's type, check of a value that has another type, such as NumPy's int).
+# The check raises an error if PyTorch does not take the value.
 NUMBERS: dict[str, tuple[type, Callable[[str, str, Any], object]]] = {
     "int": (int, as_index),
     "float": (float, as_float),

@@ -185,7 +185,8 @@ def _choice(
 ) -> tuple[Shape, Algorithm] | None:
     """Returns (shape, algorithm) for ``multiply``, or None if PyTorch must compute this product.
 
-    Call it only if ``is_choosing()``. During a rehearsal it records the product, and returns None.
+    Call it only if ``is_choosing()``. In a rehearsal (a call before a capture) it notes the product, which is
+    timed afterwards, and returns None.
     """
     kind = _kind_of(x, weight, bias, total)
     return None if kind is None else _choice_for(kind)

@@ -52,8 +52,8 @@ class _Layer:
     def __init__(self, plain: type[nn.Module]) -> None:
         self.name = f"plain_{plain.__name__.lower()}"
         self.stock: type[nn.Module] = getattr(_ops.disable_weight_init, plain.__name__)
-        # ComfyUI's ``forward`` of the layer. If its code was tested, it computes the same as PyTorch's for
-        # weights that need no cast.
+        # ComfyUI's ``forward`` of the layer. If it is a version that was tested, it computes the same as
+        # PyTorch's for weights that need no cast.
         self._when_plain = tested(self.stock, "forward")
         # ComfyUI's code that casts, patches or moves the weights for a call, and releases them afterwards.
         self._when_casting = (

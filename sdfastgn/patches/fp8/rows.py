@@ -170,7 +170,7 @@ class RowWeights:
         if contents is None:
             return True
         sources = _compared(self._found())
-        with self._lock:  # other threads may compare too
+        with self._lock:  # other threads may compare the contents at the same time
             if contents.are_of(sources):
                 contents.look(sources)
                 if contents.looked_same():

@@ -80,8 +80,8 @@ class _Containers:
     def freeze(self) -> None:
         self._sizes = list(map(len, self._items))
         self._kept = list(chain.from_iterable(self._items))
-        # False if another thread changed a container while ``_sizes`` and ``_kept`` were made. Then
-        # ``difference`` cannot tell which item was in which container, and returns None.
+        # False if another thread changed a container while ``_sizes`` and ``_kept`` were made. Then nothing
+        # says which item was in which container, and ``difference`` cannot name what changed.
         self._is_aligned = sum(self._sizes) == len(self._kept)
 
     def difference(self) -> str | None:

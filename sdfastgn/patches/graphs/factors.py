@@ -60,8 +60,8 @@ class Factor(float):
     ) -> Any:
         """PyTorch calls this instead of ``func`` if an argument is a ``Factor``.
 
-        Raises TypeError for all functions but products and writes into a tensor. In a thread that does not
-        capture, ``func`` gets the number instead.
+        It computes products and writes into a tensor, and raises TypeError for other functions. In a thread
+        that does not capture, ``func`` gets the number instead.
         """
         *tensors, factor = args
         if not isinstance(factor, cls):

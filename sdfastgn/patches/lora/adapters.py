@@ -39,7 +39,7 @@ def takes_adapters(modules: Sequence[nn.Module]) -> bool:
 
 
 def adapted_layers(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """The wrapper of each layer with an adapter among ``modules``."""
+    """PEFT's wrapper of each layer in ``modules`` that has an adapter."""
     return filter(_has_layer_inside, modules)
 
 

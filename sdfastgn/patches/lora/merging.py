@@ -114,7 +114,7 @@ class _Siblings:
 
     def write(self, found: list[tuple[nn.Module, Source]]) -> list[Record]:
         """Compute the merged weights of the wrappers in ``found``. Returns their records."""
-        changed = [pair for pair in found if _has_other_sources(*pair)]  # in the others only scales changed
+        changed = [pair for pair in found if _has_other_sources(*pair)]  # other layers have only new scales
         contents = _contents_of([source for _, source in changed]) if changed else None
         made = write(found)
         if contents is not None:

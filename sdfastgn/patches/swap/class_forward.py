@@ -122,7 +122,7 @@ def has_foreign_forward(module: nn.Module, name: str = "forward") -> bool:
 
 
 def place_in(module: nn.Module, method: str = "forward") -> str | None:
-    """The key in the module's ``__dict__`` for an entry that replaces ``method``; None if other code does.
+    """The key in the module's ``__dict__`` for an entry instead of ``method``; None if other code has one.
 
     If the whole model is offloaded, accelerate's hook replaces ``forward``, and calls the entry
     ``_old_forward`` after it has moved the weights.

@@ -61,7 +61,7 @@ class _Change:
 class _Gate:
     """Replaces ``_call_impl`` of one module during a change. New calls wait here until the change is done.
 
-    ``entry``: what the module has under this key apart from the gate (``set_call_entry``), or None.
+    ``entry``: the ``_call_impl`` that the module itself had before, or None. ``set_call_entry`` changes it.
     """
 
     __slots__ = ("entry", "module")

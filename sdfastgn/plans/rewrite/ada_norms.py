@@ -253,7 +253,7 @@ def in_dtype(n: Node, root: Node) -> Node | None:
 
 
 def uncast(n: Any, root: Node) -> Any:
-    """n without casts that round to as many bits as ``root`` has, or to more."""
+    """n before its casts to dtypes that are at least as wide as ``root``'s."""
     while has(n, steps.cast) and dtype(n.args[0]).is_floating_point:
         if torch.promote_types(dtype(n), dtype(root)) != dtype(n):
             break

@@ -99,7 +99,7 @@ def in_one(r: Rewriter, n: Any) -> Node | None:
 
 
 def last_slice(r: Rewriter, n: Any) -> Node | None:
-    """A convolution of one frame after zeros -> one with only the last slice of the weight along time."""
+    """A convolution of one frame, padded with zero frames -> one with the last time slice of its weight."""
     x, weight, bias, stride, padding, dilation, _, _, groups = n.args
     if rank(n) != 5 or bias is not None or padding[0]:
         return None

@@ -68,7 +68,7 @@ def _normalized(r: Rewriter, n: Node) -> Node | None:
 
 
 def _rotated(r: Rewriter, n: Node) -> Node | None:
-    """rotate(norm(x)) -> one step. rotate(join_heads(parts)) -> each part is rotated in its place."""
+    """A norm and the rotary embedding after it -> one step. Of joined heads, each part is rotated alone."""
     own = _Part(*n.args)
     found = _part(r, own.x)
     found = own if found.cos is not None else own._replace(x=found.x).after(found)
