@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdfastgn.patches.code.stateless import CodeState, packages_of
+from sdfastgn.patches.code.stateless import CodeState
 from sdfastgn.patches.code.states import States
 from sdfastgn.patches.graphs.models import is_harmless
 from sdfastgn.patches.graphs.watch import TRUSTED, Watch, reason_of_error
@@ -54,7 +54,7 @@ class Guard:
         self._watch: Watch | None = None
         self.reason = self._code.reason
         try:
-            trusted |= frozenset() if self._code.reason else packages_of(module)
+            trusted |= frozenset() if self._code.reason else self._code.packages
             options = {"has_factors": False, "may_move": True, "trusted": trusted, "apart": apart}
             self._watch = Watch(module, is_harmless, device, survey, **options)  # type: ignore[arg-type]
             self.reason = self.reason or self._watch.reason

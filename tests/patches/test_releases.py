@@ -2,10 +2,13 @@
 
 import ast
 import copy
+import importlib
+import inspect
 import json
 import re
 import subprocess
 import sys
+import textwrap
 import warnings
 
 import diffusers
@@ -183,6 +186,59 @@ print(*MISSING, len(FUSIONS))
     assert missing
     assert len({*missing} - files) < 5
     assert len(FUSIONS) - int(count) <= 5 + len(of_videos)
+
+
+def read_by_tokens(function):
+    [definition] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    return ast.dump(definition)
+
+
+def test_sources_are_read_without_tokens(monkeypatch):
+    """``inspect.getsource`` takes most of the time. It gives the same code."""
+    sources = [source for fusion in (*FUSIONS, *OBJECT_FUSIONS) for source in fusion.sources]
+    methods = [getattr(cls, name) for cls, names in sources for name in names]
+    functions = [inspect.unwrap(f.fget if isinstance(f, property) else f) for f in methods]
+    expected = list(map(read_by_tokens, functions))
+    monkeypatch.setattr(inspect, "getsource", None)
+    assert [ast.dump(tested_sources.definition_of(f)) for f in functions] == expected
+
+
+METHODS = '''
+class Block:
+    @staticmethod
+    @torch.no_grad()
+    # A comment.
+    def forward(
+        x,  # the input
+    ) -> None:
+        def inner():
+            return x
+        if x:
+            x = 1
+    # A comment that is further left.
+            pass
+        else: pass
+
+        # Another one.
+    def text(self):
+        return self
+        """
+    further left
+    """
+    def short(self): "Says nothing."
+    async def later(self):
+        await self
+    function = lambda self: self
+'''
+
+
+def test_any_layout_of_a_function_is_read(tmp_path, monkeypatch):
+    (tmp_path / "a_release.py").write_text(f"import torch\n{METHODS}")
+    monkeypatch.syspath_prepend(tmp_path)
+    block = importlib.import_module("a_release").Block
+    for function in map(inspect.unwrap, (block.forward, block.text, block.short)):
+        assert ast.dump(tested_sources.definition_of(function)) == read_by_tokens(function)
+    assert not any(map(tested_sources.definition_of, (block.later, block.function, block, len, None)))
 
 
 DEFINITION = """

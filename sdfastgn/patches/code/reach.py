@@ -43,7 +43,7 @@ _MAX_TABLE = 64
 # Objects in attributes of objects are followed so deep.
 _DEPTH = 3
 # Types of most attributes of modules. Their code cannot be replaced.
-_BUILTIN = frozenset(
+BUILTIN = frozenset(
     (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, set, frozenset, type, OrderedDict)
 )
 
@@ -110,7 +110,7 @@ class Reach:
     def _see_object(self, value: Any, depth: int) -> None:
         """Read the function, or note the class of the object, in an attribute or in an object in one."""
         kind = type(value)
-        if kind in _BUILTIN or isinstance(value, (nn.Module, torch.Tensor)):
+        if kind in BUILTIN or isinstance(value, (nn.Module, torch.Tensor)):
             return
         function = function_in(value)
         if function is not None:  # a ``Watch`` compares the function itself

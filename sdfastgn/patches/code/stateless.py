@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdfastgn.patches.code.reach import MISSING, Reach, content_of, function_in, package_of
+from sdfastgn.patches.code.reach import BUILTIN, MISSING, Reach, content_of, function_in, package_of
 from sdfastgn.patches.code.reading import names_in
 from sdfastgn.patches.swap.numpy_numbers import is_numpy_constant
 
@@ -66,6 +66,8 @@ def packages_of(root: nn.Module) -> frozenset[str]:
     found = set()
     for module in root.modules():
         for value in (module, *vars(module).values()):
+            if type(value) in BUILTIN:
+                continue
             function = function_in(value)
             name = type(value).__module__ if function is None else function.__globals__.get("__name__")
             found.add(package_of(name))
@@ -78,6 +80,7 @@ class CodeState:
     Attributes:
         reason: what such code could change between calls; None if nothing that is not compared.
         functions: the functions of such code.
+        packages: ``packages_of(root)``; empty if functions of such code give a reason.
     """
 
     def __init__(self, root: nn.Module, known: Collection[str]) -> None:
@@ -88,6 +91,7 @@ class CodeState:
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
         self._seen: set[int] = set()
         self.functions: list[types.FunctionType] = []
+        self.packages: frozenset[str] = frozenset()
         reach = Reach()
         reach.see_model(root)
         self.reason = next(self._reasons(root, reach), None)
@@ -140,10 +144,10 @@ class CodeState:
                 self.functions.append(function)
                 yield from self._in_function(function)
                 todo += _named_by(function)
-        packages = packages_of(root)
+        self.packages = packages_of(root)
         for entry in list(reach.entries.values()):
             owner = _written_in(entry.holder)
-            if package_of(owner) in packages and not self._is_known(owner):
+            if package_of(owner) in self.packages and not self._is_known(owner):
                 yield from self._judged(entry.value, entry.words)
         for module in root.modules():
             for name, value in list(vars(module).items()):

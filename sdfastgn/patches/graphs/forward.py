@@ -174,8 +174,8 @@ class GraphedForward(MethodEntry):
     # accelerate's hooks call functools.update_wrapper, which would copy the items of a ``__dict__`` into the
     # wrapper. So instances have slots and no ``__dict__``.
     __slots__ = (
-        "_backend", "_compiled", "_others", "_planned", "_policy", "_state", "_states", "_store", "eager",
-        "mode", "planner", "scratch", "training",
+        "_backend", "_compiled", "_others", "_planned", "_policy", "_rehearsed", "_state", "_states",
+        "_store", "eager", "mode", "planner", "scratch", "training",
     )  # fmt: skip
     # The class of this object's graphs.
     _kind: type[Graph] | type[TrainingGraph] = Graph
@@ -199,6 +199,7 @@ class GraphedForward(MethodEntry):
         self._backend = backend
         self._store = Store()
         self._policy = Policy()
+        self._rehearsed: Watch | None = None  # records the state of the module in the last rehearsal
         self._states = States(module) if states is None else states
         self._state = state
         self.planner = planner
@@ -319,6 +320,7 @@ class GraphedForward(MethodEntry):
         return sum(each._clear() for each in self._all())
 
     def _clear(self) -> int:
+        self._rehearsed = None
         backend = self._store.backend
         if backend is None:
             return 0
@@ -332,6 +334,7 @@ class GraphedForward(MethodEntry):
         For instance, its weights were moved or replaced. The ``Watch`` keeps replaced weights alive, so it is
         dropped with the graphs.
         """
+        self._rehearsed = None
         if self.training is not None:
             self.training.moved()
         if self._planned is not None:
@@ -657,8 +660,10 @@ class GraphedForward(MethodEntry):
         run = partial(run_on_copies, current.forward, call, backend)
         # An error here is ignored: the call itself follows, and raises the same error to the user.
         with contextlib.suppress(Exception), scaled(current.scale.in_forward):
-            watch = Watch(module, is_harmless, survey=current.survey, unwatched=self._unwatched)
+            watch = self._store.watch or self._new_watch(current)
             if watch.reason is None:
+                # It does not look into layers with merged weights, and later calls may merge others.
+                self._rehearsed = None if current.survey.layers else watch
                 with undrawn(call.device, run):
                     backend.rehearse(run)
 
@@ -704,16 +709,19 @@ class GraphedForward(MethodEntry):
             watch = None
         if watch is None:
             try:
-                device, has_factors = current.call.device, self._kind.has_factors
-                watch = Watch(
-                    module, is_harmless, device, current.survey, has_factors, unwatched=self._unwatched
-                )
+                watch, self._rehearsed = self._rehearsed, None
+                if watch is None or not watch.unchanged(module):
+                    watch = self._new_watch(current)
             except Exception as error:
                 raise Unsupported(reason_of_error(error)) from error
             self._store.begin(watch, current.survey)
         if watch.reason is not None:
             raise Unsupported(watch.reason)
         return watch
+
+    def _new_watch(self, current: _Current) -> Watch:
+        options = current.call.device, current.survey, self._kind.has_factors
+        return Watch(current.module, is_harmless, *options, unwatched=self._unwatched)
 
 
 class _TrainingForward(GraphedForward):

@@ -10,6 +10,7 @@ has the hashes of the tested versions.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -126,11 +127,31 @@ def definition_of(function: Any) -> ast.FunctionDef | None:
 
     A wrapper that a decorator has made must be removed before.
     """
-    try:
-        [definition] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    except (OSError, TypeError, ValueError, SyntaxError):
-        return None
-    return definition if isinstance(definition, ast.FunctionDef) else None
+    for source in (_source_of, inspect.getsource):
+        with contextlib.suppress(AttributeError, OSError, TypeError, ValueError, SyntaxError):
+            [definition] = ast.parse(textwrap.dedent(source(function))).body
+            return definition if isinstance(definition, ast.FunctionDef) else None
+    return None
+
+
+def _source_of(function: types.FunctionType) -> str:
+    """``inspect.getsource`` in a tenth of the time, because it reads no tokens.
+
+    It ends before the first line of code after the last one that runs and that has no larger indent than the
+    function. This cannot be parsed if it is no code but the inside of a string.
+    """
+    lines, first = inspect.findsource(function)
+    last = start = max(line for *_, line in function.__code__.co_lines() if line is not None)
+    for i, line in enumerate(lines[start:], start + 1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            if _indent(line) <= _indent(lines[first]):
+                break
+            last = i
+    return "".join(lines[first:last])
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def hash_of(definition: ast.FunctionDef) -> str:

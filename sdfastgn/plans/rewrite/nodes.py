@@ -99,6 +99,10 @@ def ordered(graph: fx.Graph) -> fx.Graph:
     done: set[Node] = set()
     last: Node | None = None
     for n in list(graph.nodes):
+        if last is n.prev and done.issuperset(n.all_input_nodes):  # the usual case, in less time
+            done.add(n)
+            last = n
+            continue
         stack = [n]
         waiting: list[Node] = []  # each one reads the next
         while stack:

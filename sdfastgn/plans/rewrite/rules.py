@@ -25,8 +25,9 @@ def apply(graph: fx.Graph, rule: Rule, *targets: Any) -> fx.Graph:
     as it was. Otherwise nodes that nobody reads are removed, and each node stands after those that it reads.
     """
     r = Rewriter(graph)
-    for n in list(graph.nodes):
-        if has(n, *targets) and n.users:
+    asked = (n for target in targets for n in graph.find_nodes(op="call_function", target=target, sort=False))
+    for n in sorted(asked):
+        if n.users:
             r.at = n
             new = rule(r, n)
             if new is not None:

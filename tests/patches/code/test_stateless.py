@@ -5,11 +5,15 @@ import sys
 import textwrap
 import types
 
+import packaging.version
 import pytest
 from torch import nn
 
-from sdfastgn.patches.code.stateless import CodeState
+from sdfastgn.patches.code import stateless
+from sdfastgn.patches.code.stateless import CodeState, packages_of
+from sdfastgn.patches.code.states import States
 from sdfastgn.patches.graphs.watch import TRUSTED
+from sdfastgn.plans.guard import Guard
 
 pytestmark = pytest.mark.fused_on_cpu
 
@@ -179,6 +183,17 @@ def test_containers_are_compared_and_put_back(name, monkeypatch):
     with state.undoing():
         pass  # what the call itself has changed stays
     assert not state.same()
+
+
+def test_packages_are_looked_for_once(monkeypatch):
+    """A look at all attributes of SDXL's UNet takes longer than the comparison of many calls."""
+    root, looks = nn.Sequential(nn.Conv2d(1, 1, 1)), []
+    root.act = packaging.version.parse
+    monkeypatch.setattr(
+        stateless, "packages_of", lambda module: looks.append(packages_of(module)) or looks[-1]
+    )
+    assert Guard(root, States(root), 0, None).reason is None
+    assert looks == [{"torch", "packaging"}]
 
 
 def test_a_layer_of_a_known_package():

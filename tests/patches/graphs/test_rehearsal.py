@@ -7,7 +7,8 @@ import torch
 
 import sdfastgn
 from sdfastgn.patches.fp8 import models as fp8
-from sdfastgn.patches.graphs import capture
+from sdfastgn.patches.graphs import capture, forward
+from sdfastgn.patches.graphs.watch import Watch
 from tests.patches import samples
 from tests.patches.graphs.cases import make, replaced_parameter, run, same_results, state
 from tests.patches.graphs.tape import TapeBackend
@@ -36,6 +37,31 @@ def test_once_for_each_kind(mode):
     for _ in range(2):
         run(unet, {**inputs, "encoder_hidden_states": text[:, :5]})
     assert backend.rehearsals == 2
+
+
+def test_the_model_is_recorded_once(monkeypatch):
+    """The first capture, and rehearsals of further kinds, use the record of the first rehearsal."""
+    records = []
+    monkeypatch.setattr(forward, "Watch", lambda *a, **k: records.append(Watch(*a, **k)) or records[-1])
+    unet, stock, inputs = make(backend=TapeBackend())
+    same_results(unet, stock, inputs, calls=3)
+    other = {**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"][:, :5]}
+    same_results(unet, stock, other, calls=3)
+    assert (state(unet).captured, len(records)) == (2, 1)
+
+
+def test_a_change_after_the_rehearsal_is_noticed():
+    backend = TapeBackend()
+    unet, stock, inputs = make(backend=backend)
+    run(unet, inputs)
+    for model in (unet, stock):
+        replaced_parameter(model)
+    same_results(unet, stock, inputs, calls=3)
+    for model in (unet, stock):
+        with torch.no_grad():
+            model.conv_in.bias += 1
+    same_results(unet, stock, inputs, calls=2)
+    assert (backend.rehearsals, backend.captures) == (1, 1)
 
 
 def test_not_again_when_the_model_changes():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -95,7 +96,18 @@ def test_weights_that_cannot_be_loaded_are_told_by_the_process(tmp_path, monkeyp
     assert pool.call_args.kwargs["mp_context"].get_start_method() == "spawn"  # with nothing imported
 
 
+def test_packages_get_bytecode_where_python_writes_none(tmp_path, monkeypatch):
+    (tmp_path / "a_package").mkdir()
+    (tmp_path / "a_package" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(warm_up, "PACKAGES", ("a_package", "no_package"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    warm_up.write_bytecode()
+    assert [*tmp_path.glob("a_package/__pycache__/__init__.*.pyc")]
+
+
 def test_the_script_prints_and_writes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(warm_up, "PACKAGES", ())
     monkeypatch.setattr(warm_up, "run", lambda *options: [dataclasses.replace(ROW, variant="eager")])
     path = tmp_path / "out.json"
     arguments = ("--model", "tiny", "--device", "cpu", "--json", str(path))
