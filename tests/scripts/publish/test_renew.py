@@ -29,6 +29,7 @@ GPU = "NVIDIA H200"
 # Results that no step makes: what they need is built by hand, or the steps' 25 minutes are used up.
 BY_HAND = {
     *("stable_fast", "comfyui", "comfyui_weights", "comfyui_vaes", "memory", "offloading", "serving_load"),
+    "several_gpus",
     *("fp8_times", "fp8_mlperf", "fp8_quality", "compiled_videos", "plans"),
     "fusions",  # of docstrings
     *("transformer_claims", "transformers", "transformers_compared", "times_transformers.png"),
