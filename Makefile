@@ -80,7 +80,7 @@ QUIET_PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_
 test: $(STAMP)  ## the quick tests that need no GPU
 	COMFYUI= $(QUIET_PYTEST) -m "not gpu and not every_gpu and not slow" -n 2 --dist worksteal --durations=10 $(PYTEST_ARGS)
 
-test-slow: $(STAMP)  ## the tests that start processes, build packages or try all cases; need no GPU
+test-slow: $(STAMP)  ## the tests that take longer, and all cases; need no GPU
 	COMFYUI= $(QUIET_PYTEST) -m "slow and not gpu and not many_programs" -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-programs: $(STAMP)  ## thousands of random programs, as plans and in eager PyTorch; needs no GPU

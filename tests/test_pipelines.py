@@ -62,7 +62,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "extra", "patched"), PIPELINES)
 def test_same_image_and_exact_restore(build, extra, patched):
     components = patched | {"image_processor", "scheduler", "pipeline"}
@@ -181,7 +181,7 @@ def add_lora(unet):
     unet.add_adapter(config)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_lora_on_convolutions_and_attention(twins, when):
     unet, stock, call = twins

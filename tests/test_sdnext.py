@@ -112,6 +112,7 @@ def fused(pipe: Any) -> set[str]:
     return {entry.component for entry in sdfastgn.report(pipe).fused}
 
 
+@pytest.mark.slow
 def test_a_loaded_pipeline_is_optimized(server: Server, stock: Any) -> None:
     pipe = server.load()
     assert fused(pipe) == {"unet", "vae"}
@@ -122,6 +123,7 @@ def test_a_loaded_pipeline_is_optimized(server: Server, stock: Any) -> None:
     assert not server.errors
 
 
+@pytest.mark.slow
 def test_a_switch_to_another_pipeline_keeps_models_and_classes(server: Server, stock: Any) -> None:
     """SD.Next looks the class up in diffusers' tables, to find out what a pipeline does."""
     server.load()
@@ -137,6 +139,7 @@ def test_a_switch_to_another_pipeline_keeps_models_and_classes(server: Server, s
     assert type(pipe) in auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING.values()
 
 
+@pytest.mark.slow
 def test_a_model_that_replaces_another_is_optimized_before_the_next_image(server: Server) -> None:
     pipe = server.load()
     reports = server.log.info.call_count
@@ -156,7 +159,7 @@ def test_a_model_without_any_part_to_fuse_is_no_error(server: Server) -> None:
     assert not server.errors
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("inference", [False, True])
 def test_weights_with_a_fused_lora(server: Server, stock: Any, inference: bool) -> None:
     """SD.Next gives each layer a new parameter, also for the way back."""

@@ -160,6 +160,7 @@ def test_a_call_that_failed_holds_no_memory(example: types.ModuleType) -> None:
     assert [each() for each in held] == [None] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("patient")
 def test_what_nobody_waits_for_is_not_drawn(example: types.ModuleType, watched: Watched) -> None:
     batcher = example.Batcher(watched)
@@ -179,6 +180,7 @@ def test_answers_are_those_of_both_servers(
     assert len(watched.calls) == (case.status in (200, 500))
 
 
+@pytest.mark.slow
 def test_an_answer_names_the_seed(example: types.ModuleType, watched: Watched) -> None:
     with TestClient(example.serve(watched)) as client:
         serving_answers.check_seeds(lambda body: client.post("/images", json=body))
@@ -225,6 +227,7 @@ def test_a_server_whose_thread_has_ended_is_not_healthy(example: types.ModuleTyp
     assert not batcher.is_alive()
 
 
+@pytest.mark.slow
 def test_a_request_whose_client_has_gone_is_not_drawn(example: types.ModuleType, watched: Watched) -> None:
     watched.free.clear()
     app = example.serve(watched)

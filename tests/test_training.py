@@ -265,7 +265,7 @@ def flat_sharded(model: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("shard", [fully_sharded, flat_sharded])

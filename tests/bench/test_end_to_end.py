@@ -273,6 +273,7 @@ def test_a_change_of_the_code_that_measures_is_told(changed, dirty, tmp_path, mo
     assert environment.environment(torch.device("cpu"))["git"]["dirty"] is dirty
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_off_has_told_and_written_what_it_has_measured(tmp_path, capsys):
     def apply(*arguments: object) -> None:
         raise KeyboardInterrupt

@@ -161,7 +161,7 @@ def faults(browser: Any) -> dict[str, Any]:
 NONE = {"pixels too wide": 0, "broken images": [], "requests": [], "console": []}
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_browser_shows_the_whole_page(browser, written, width):
     open_at(browser, written, width)
@@ -169,6 +169,7 @@ def test_a_browser_shows_the_whole_page(browser, written, width):
     assert faults(browser) == NONE
 
 
+@pytest.mark.slow
 def test_a_wide_table_scrolls_beside_its_first_column(browser, written):
     open_at(browser, written, WIDTHS[0])
     tables, unseen = tables_out_of_sight(browser)

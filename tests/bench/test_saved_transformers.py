@@ -97,6 +97,7 @@ def config_of(saved: str, part: str, **options: Any) -> workload.BenchConfig:
     return config
 
 
+@pytest.mark.slow
 def test_a_step_has_the_inputs_of_the_pipelines_first_step(saved: str) -> None:
     config = config_of(saved, "transformer", prompt="a cat")
     found = workload.build_workload(config)

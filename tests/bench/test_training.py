@@ -27,7 +27,7 @@ CONFIG = BenchConfig("tiny", "train", 64, 1, "fp32", "cpu", repeats=1)
 OURS = [VARIANTS[name] for name in ("eager", "channels_last", "sdfastgn")]
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_rows(dtype):
     # In bf16 stock's own channels-last convolutions may be less exact on some processors.
@@ -48,7 +48,7 @@ def test_rows(dtype):
     assert eager.error_eager == 0
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_lora_alone_is_trained(dtype):
     config = dataclasses.replace(CONFIG, dtype=dtype, lora_rank=2)
@@ -63,7 +63,7 @@ def test_a_lora_alone_is_trained(dtype):
     assert "training step of a LoRA of rank 2" in row_title(rows[0])
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "factor"), [("fp32", math.nan), ("bf16", 0.9)], ids=["nan", "scaled"])
 def test_wrong_gradients_get_no_time(dtype, factor):
     def attach(unet: Any) -> Any:

@@ -78,6 +78,7 @@ OTHERS = ("stable_fast", "sdfastgn_fp8", "compile_blocks")
 APPLIED = [variant for name, variant in VARIANTS.items() if name not in OTHERS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", APPLIED, ids=[variant.name for variant in APPLIED])
 def test_applied_and_undone(variant, module):
     x = torch.randn(2, 4, 8, 8)
@@ -91,6 +92,7 @@ def test_applied_and_undone(variant, module):
         assert torch.equal(module(x), stock)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["flux", "sd35"])  # diffusers lists the repeated blocks of the first only
 def test_repeated_blocks_are_compiled(name, module, monkeypatch):
     small_video.shrink(monkeypatch)

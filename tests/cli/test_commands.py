@@ -140,6 +140,7 @@ def test_a_name_that_is_a_folder_too_is_said_to_be_read_as_a_name(
 # ---- bench
 
 
+@pytest.mark.slow
 def test_bench_prints_checks_and_writes(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     chosen = ("--part", "unet", "--part", "vae", "--variants", "eager,sdfastgn,stable_fast")
@@ -178,7 +179,7 @@ def test_all_variants_but_those_to_be_named() -> None:
 VIDEO = [(model, part) for model, parts in configurations.VIDEO_NETWORKS.items() for part in parts]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("model", "part"), VIDEO, ids=["-".join(each) for each in VIDEO])
 def test_a_video_network_is_timed(
     model: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -248,6 +249,7 @@ def test_batches_and_steps_are_lists(tmp_path: Path) -> None:
     assert all(re.search(rf"\b{steps}\b", shown.stdout) for steps in ("1 step", "2 steps"))
 
 
+@pytest.mark.slow
 def test_weights_of_any_pipeline_with_a_unet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the known models: three levels, wider text, a VAE of four pixels a latent."""
     changes = {
@@ -283,7 +285,7 @@ def test_weights_of_any_pipeline_with_a_unet(tmp_path: Path, monkeypatch: pytest
 # ---- verify
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "code", "says"),
     [

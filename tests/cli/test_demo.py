@@ -70,7 +70,7 @@ def broken(pipe):
     pipe.vae.decoder.conv_out.weight.data.mul_(1.1)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "stand_in"), [("restore", lambda pipe: pipe), ("optimize", broken)])
 def test_it_fails_when_images_or_the_restored_pipeline_differ(name, stand_in, tmp_path, monkeypatch):
     monkeypatch.setattr(sdfastgn, name, stand_in)

@@ -79,7 +79,7 @@ def same_images(one: Path, two: Path) -> bool:
     return all(np.abs(pixels(one / name) - pixels(two / name)).max() <= 1 for name in names(one))
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 def test_images_are_those_of_the_pipeline(model: str, tmp_path: Path) -> None:
     own = {"StableDiffusionPipeline": 7.5, "StableDiffusionXLPipeline": 5.0}  # diffusers' guidance
     result = invoke(*command(model, LINES, tmp_path, "--batch-size", "2", "--seed", "40"))
@@ -205,6 +205,7 @@ def test_it_says_how_many_images_are_drawn_and_when_all_will_be(
     assert told == [f"{number}/7{eta}" for number, eta in enumerate(seconds_left, 1)]
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_not_drawn_again(tiny: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a cat\n\ntwo dogs\na bird\na fish\n")

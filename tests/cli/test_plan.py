@@ -66,7 +66,7 @@ def test_steps_totals_and_seconds(
     assert min(found["trace_s"], found["rewrite_s"]) > 0
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.fused_on_cpu
 @pytest.mark.usefixtures("without_gradients")
 @pytest.mark.parametrize("model", ["dc_ae", "qwen_image_21"])

@@ -46,7 +46,7 @@ def rehearsal(tmp_path, monkeypatch):
     return rehearsal
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_saved", [True, False], ids=["a saved pipeline", "an architecture"])
 def test_what_was_compiled_and_where_it_is(is_saved, rehearsal, tmp_path):
     model = "tiny"
@@ -61,6 +61,7 @@ def test_what_was_compiled_and_where_it_is(is_saved, rehearsal, tmp_path):
         assert second.strip() == f"{rehearsal.cache}: 2.0 MiB"
 
 
+@pytest.mark.slow
 def test_each_size_is_called_in_a_rehearsal_and_once_more(rehearsal):
     pipe = build_pipeline("tiny", dtype=torch.float32, device="cpu")
     shapes = []

@@ -15,7 +15,7 @@ each_row = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @each_row
 def test_same_output_and_exact_restore(row):
     with skipped_if_missing():

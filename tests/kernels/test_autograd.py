@@ -67,7 +67,7 @@ def test_many_gradients_at_once(op):
                 assert (a[i] - b).norm() <= 3e-5 * b.norm() + 1e-5
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["group_norm", "batch_norm", "layer_norm", "geglu"])
 def test_a_backward_is_compiled_without_a_graph_break(name, monkeypatch):
     monkeypatch.setattr(dispatch, "has_kernels", lambda x: True)  # the registered ops, in plain PyTorch

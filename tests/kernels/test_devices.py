@@ -65,7 +65,7 @@ def nothing_runs(monkeypatch):
     gpu.META_CAPABILITY.reset(token)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", dict.fromkeys(COUNTS.values()), ids={n: k for k, n in COUNTS.items()}.get)
 def test_launches_fit_and_fill_the_gpu(count, nothing_runs, monkeypatch):
     monkeypatch.setattr(gpu, "num_sms", lambda device: count)

@@ -93,7 +93,7 @@ def test_every_video_network_is_here():
     assert keys == list(VIDEO) == list(SETTINGS)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "part"), VIDEO, ids=["-".join(key) for key in VIDEO])
 def test_video_networks_are_the_published_ones(model, part):
     network = VIDEO_NETWORKS[model][part]

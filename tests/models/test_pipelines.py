@@ -111,7 +111,7 @@ FEW_STEPS = {
 }
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "changes", "kind", "vae"), [(k, *v) for k, v in FEW_STEPS.items()])
 def test_pipelines_of_few_steps(name, changes, kind, vae, monkeypatch):
     for table in (configurations.UNETS, configurations.TEXT_ENCODERS):

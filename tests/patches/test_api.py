@@ -559,6 +559,7 @@ def test_models_that_stay_stock_are_offloaded_faster(alone):
     assert is_followed(pipe.components["unet"]) == alone
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_offloaded_faster():
     pipe = pipeline_with_a_model_that_stays_stock()
     compiled = pipe.components["text_encoder"] = torch.compile(pipe.components["text_encoder"])
@@ -597,6 +598,7 @@ def test_the_with_block_without_graphs_keeps_following():
     assert is_followed(pipe.components["text_encoder"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [nn.Sequential, torch.compile], ids=["module", "compiled"])
 def test_a_followed_model_that_is_wrapped_later(wrap):
     pipe = pipeline_with_a_model_that_stays_stock()

@@ -137,6 +137,7 @@ def test_one_thread_verifies_while_another_draws():
     assert all(torch.equal(result, expected) for result in results)
 
 
+@pytest.mark.slow
 def test_a_compiled_part_is_not_verified():
     """In stock's code it would still run the code that was compiled from the fused forward."""
     model = sdfastgn.optimize(unet(), cuda_graphs=False)
@@ -185,6 +186,7 @@ def stopped_inside(model):
         hook.remove()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("change", [sdfastgn.optimize, sdfastgn.restore, api.verdicts])
 def test_a_call_that_does_not_end(change, monkeypatch):
     model = unet()

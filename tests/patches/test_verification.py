@@ -71,14 +71,14 @@ def test_every_fusion_is_right(build, call):
     check(build, call, torch.float32)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @each_fusion
 def test_every_fusion_is_right_in_halves(build, call, dtype):
     check(build, call, dtype)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @each_block
 @interpreted
 def test_every_kernel_is_right(build, call):
@@ -231,7 +231,7 @@ def broken(request, monkeypatch):
     )
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 def test_a_wrong_part_is_put_back(broken):
     model = unet()
     stock = copy.deepcopy(model)

@@ -99,6 +99,7 @@ KEEP_THE_PLAN = [
 ]
 
 
+@pytest.mark.slow
 def test_changes_of_adapters_keep_the_plan(runs):
     model, stock = twins(add=add_two)
     before, _ = follows(model, stock)

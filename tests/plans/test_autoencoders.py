@@ -89,7 +89,7 @@ def calls_of_plans(model):
     return {plans.path: plans.calls for plans in found}
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @each_model
 @pytest.mark.parametrize("frames", [1, 3])
 def test_decode_and_encode(model, frames):
@@ -101,7 +101,7 @@ def test_decode_and_encode(model, frames):
     assert calls_of_plans(models[0]) == {"encoder": 2 * batches, "decoder": 2 * batches}
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @each_model
 def test_slices_tiles_and_strided_inputs(model):
     models = twins(model)
@@ -122,7 +122,7 @@ def test_slices_tiles_and_strided_inputs(model):
     same(models, decode_of(codes(6, latents=(4, 4))[:, :, ::2, ::2, 1::2]))
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @each_hunyuan
 def test_a_batch_of_videos(model):
     """Stock's mask is for one video."""
@@ -137,7 +137,7 @@ def test_a_batch_of_videos(model):
     same(models, decode_of(codes(2)))
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @each_model
 def test_calls_leave_nothing_for_the_next_one(model):
     models = twins(model)
@@ -153,7 +153,7 @@ HOOKED = ["mid_block.convs.0.conv1", "up_blocks.0.convs.1.norm1", "up_blocks.0.u
 OTHERS = ["mid_block.resnets.0.conv1", "mid_block.attentions.0.norm", "up_blocks.1.upsamplers.0.conv.conv"]
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @each_model
 @pytest.mark.parametrize("i", range(3))
 def test_a_hook_in_the_model(model, i):

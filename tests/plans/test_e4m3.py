@@ -128,6 +128,7 @@ def test_sensitive_layers_stay_in_the_models_dtype(name, monkeypatch):
     assert kept == {path for path in layers if re.fullmatch(KEPT[name], path)}
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_into_the_weights_in_e4m3():
     """A change of scales is quantized again, for the same plan."""
     model = made()
@@ -190,7 +191,7 @@ def made_strong(model):
     model.transformer_blocks[0].attn.to_v.weight[::7] *= 100
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [scaled, written_through_data, replaced_data, loaded, made_strong])
 def test_changed_weights_are_quantized_again(change):
     model = in_e4m3(made())
@@ -230,6 +231,7 @@ def test_plans_of_other_sizes_share_the_weights():
     assert sdfastgn.report(model).fp8 == before
 
 
+@pytest.mark.slow
 def test_plans_on_disk(monkeypatch, tmp_path):
     """A plan with products in E4M3 is another one than that without."""
     stock = made()
@@ -244,6 +246,7 @@ def test_plans_on_disk(monkeypatch, tmp_path):
     assert not torch.equal(run(first, 1), run(other, 1))
 
 
+@pytest.mark.slow
 def test_the_weights_are_freed_with_the_plans():
     model = in_e4m3(made())
     weights = planned(model).weights
@@ -256,6 +259,7 @@ def test_the_weights_are_freed_with_the_plans():
     assert not plan_of(model).copies
 
 
+@pytest.mark.slow
 def test_copies_of_the_model_run_without(tmp_path):
     model = in_e4m3(made())
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -265,6 +269,7 @@ def test_copies_of_the_model_run_without(tmp_path):
         assert not torch.equal(y, run(model, 1))
 
 
+@pytest.mark.slow
 def test_a_block_ends_with_the_state_before_it():
     model = made()
     run(model)
@@ -330,6 +335,7 @@ def test_no_memory_runs_the_models_own_code(monkeypatch):
     assert "memory was short" in " ".join(planned(model).own)
 
 
+@pytest.mark.slow
 def test_verified_plans_in_e4m3():
     model = made()
     run(model)

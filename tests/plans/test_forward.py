@@ -811,6 +811,7 @@ def qwen_image_21():
     return randomize(of_diffusers("AutoencoderKLQwenImage21", **sizes)).eval()
 
 
+@pytest.mark.slow
 def test_a_decoder_with_a_list_of_caches():
     stock = qwen_image_21()
     model = sdfastgn.optimize(copy.deepcopy(stock))
@@ -821,6 +822,7 @@ def test_a_decoder_with_a_list_of_caches():
     assert planned(model.decoder).calls > 0
 
 
+@pytest.mark.slow
 def test_a_decoder_with_a_dict_of_caches():
     sizes = {"ch": 32, "ch_mult": (1, 2), "num_res_blocks": 1, "z_channels": 4, "temporal_compress_times": 2}
     stock = randomize(of_diffusers("AutoencoderKLKVAEVideo", **sizes)).eval()

@@ -171,6 +171,7 @@ def test_a_table_on_the_cpu_is_never_stale():
     assert vars(model)["forward"].planned[0].plans
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("mode", "calls"), [("auto", (3, 3)), (True, (0, 6))])
 def test_each_call_counts_once(mode, calls, device):
@@ -182,7 +183,7 @@ def test_each_call_counts_once(mode, calls, device):
     assert f"plans of {SD3}: 1 alive, {calls[0]} calls" in sdfastgn.report(pair.model).details()
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("calls", [SHORT_LIFE, SHORT_LIFE - 1])
 def test_changes_make_pauses_only_if_an_image_has_few_calls(calls, device):
@@ -198,6 +199,7 @@ def test_changes_make_pauses_only_if_an_image_has_few_calls(calls, device):
     assert (planned.traces, pair.counts[0]) == (4, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_other_sizes_have_graphs_of_their_own(device):
     pair = Pair(SD3, device)
@@ -216,6 +218,7 @@ def test_the_first_call_is_captured_if_asked(device):
     assert pair.counts == (1, 1, 2)
 
 
+@pytest.mark.slow
 def test_a_first_call_that_fills_tables_is_captured_later():
     pair = Pair("ZImageTransformer2DModel", mode=True)
     pair.agree(0, 1, 2)
@@ -223,6 +226,7 @@ def test_a_first_call_that_fills_tables_is_captured_later():
     assert pair.counts == (1, 1, 2)
 
 
+@pytest.mark.slow
 def test_a_model_without_a_plan_keeps_the_plans_of_its_blocks():
     pair = Pair("Lumina2Transformer2DModel")
     pair.agree(*range(6))
@@ -258,6 +262,7 @@ def without_lora(pair):
         each.unload_lora()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_lora_runs_merged_and_without_graph(device):
     pair = Pair(SD3, device)
@@ -276,6 +281,7 @@ def test_a_lora_runs_merged_and_without_graph(device):
     assert state(pair.model).alive == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_changes_are_noticed(device):
     pair = Pair(SD3, device)
@@ -407,7 +413,7 @@ def masks_of(*rows):
     return [{"encoder_attention_mask": torch.tensor([[*map(int, row)]]).bool()} for row in rows]
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", True])
 def test_graphs_read_as_many_keys_as_the_masks_show(mode):
     pair = Pair(HUNYUAN, mode=mode)

@@ -241,7 +241,7 @@ def test_a_network_over_one_axis():
     assert not [step for step in planned.steps if "mish" in step]
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", False])
 def test_a_unet_whose_blocks_have_norms_of_their_own(mode):
     """Kandinsky 3's. One plan serves all times that are numbers, and one those that are tensors."""

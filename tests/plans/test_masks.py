@@ -95,7 +95,7 @@ SHOWN = [
 ]
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("name", "rows", "as_it_is", "without"), SHOWN)
 def test_masks_that_hide_nothing_go(name, rows, as_it_is, without, seen):
     pair = Pair(name)
@@ -191,6 +191,7 @@ def test_copies_find_out_for_themselves(copied, seen):
     pair.step(mask)
 
 
+@pytest.mark.slow
 def test_another_plan_than_the_models_code_is_refused(monkeypatch):
     pair = Pair(HUNYUAN, verify=True)
     mask = pair.mask(FIRST)

@@ -72,7 +72,7 @@ def follows(unet, stock, inputs, calls=4):
     return expected
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", IGNORED, ids=lambda case: f"{case[0].__name__}.{case[1]}")
 def test_replaced_code_runs_as_a_plan(made, case):
     unet, stock, inputs = made
@@ -143,7 +143,7 @@ def test_adapters_where_no_code_is_known(monkeypatch, device):
     assert state(unet).captured == 1
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies(made, copied):
     unet, stock, inputs = made

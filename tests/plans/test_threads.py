@@ -64,7 +64,7 @@ def call(model, x, gradients=False):
         return model(x).detach()
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["trace", "own code"])
 def test_a_trace_and_the_models_own_code_take_turns(pair, first, monkeypatch):
     """Gradients let the own code run. It would find traced tensors in the cache, or the trace its tables."""

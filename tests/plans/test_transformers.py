@@ -53,7 +53,7 @@ def agree(call, model, stock, seed):
     assert max(map(relative, found, expected)) <= TOLERANCE
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", PLANNED)
 def test_the_whole_model_is_one_plan(name):
     call = CALL[name]
@@ -89,7 +89,7 @@ JOINT = {
 }
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JOINT)
 def test_heads_of_joint_attention_take_one_pass(name, launches):
     launches.runs = True

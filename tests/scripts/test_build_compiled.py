@@ -84,6 +84,7 @@ def test_the_kernels_of_a_decoder_are_found(model: str, names: set[str], gpu_of_
     assert {launch.kernel.fn.__name__ for launch, _ in build_compiled.launches(model)} >= names
 
 
+@pytest.mark.slow
 def test_keys_and_values_of_a_prompt_are_packed_as_on_a_gpu(gpu_of_meta, monkeypatch) -> None:
     monkeypatch.setitem(build_compiled.IMAGES, "sd15", ((128, 128),))
     found = [launch.constants for launch, _ in build_compiled.launches("sd15")]
@@ -91,6 +92,7 @@ def test_keys_and_values_of_a_prompt_are_packed_as_on_a_gpu(gpu_of_meta, monkeyp
     assert rows == {(channels, 2 * channels, 2 * channels) for channels in (320, 640, 1280)}
 
 
+@pytest.mark.slow
 def test_the_kernels_are_those_that_calls_with_memory_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, convolutions on the CPU choose layouts, and weights have addresses and are packed."""
     with meta_as_gpu():

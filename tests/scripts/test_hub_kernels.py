@@ -59,7 +59,7 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_imports_itself_torch_and_triton(hub, variant):
     files = list((hub / "build" / variant).rglob("*.py"))

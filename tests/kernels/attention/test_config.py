@@ -22,7 +22,7 @@ def every_size():
     return ((count, L, keys, D) for count in COUNTS for L in TOKENS for keys in TOKENS for D in CHANNELS)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @each_gpu
 def test_chunks_are_all_queries_once_and_fit(num_sms):
     for count, L, keys, D in every_size():

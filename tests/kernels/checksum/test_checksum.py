@@ -83,6 +83,7 @@ def tensors_of_any_size(device):
     return [*found, found[0][1:], found[0][4 : 3 * BLOCK : 3], found[4].t(), found[0].view(torch.uint8)[3:]]
 
 
+@pytest.mark.slow
 def test_windows(device):
     """Each call reads a part of each tensor, and all windows together read all of it."""
     tensors = tensors_of_any_size(device)

@@ -208,7 +208,7 @@ def test_upsampling(upsample, mode, kind, device):
             check(x, cache, keep=2, shift=shift, **options)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("mode", ["zeros", "replicate"])
 def test_frames_behind(mode, kind, device):

@@ -64,7 +64,7 @@ def test_fake_tensors_have_the_real_number_of_chunks(layout):
         assert fake.shape[2] > 1
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_compiles_without_a_graph_break(layout):
     def block(x, r, bias):

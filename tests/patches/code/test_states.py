@@ -46,7 +46,7 @@ def differ(a, b):
     return (a - b).abs().max() > 1e-2
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", OF_UNETS, ids=lambda case: f"{case[0].__name__}.{case[1]}")
 def test_code_replaced_after_some_calls(device, case, mode):
@@ -83,6 +83,7 @@ def test_code_replaced_before_the_first_call(device, case, mode):
         agree(run(unet, inputs), usual)
 
 
+@pytest.mark.slow
 def test_code_that_is_exchanged_within_each_image(device):
     """As in a pipeline that turns SageAttention on for some steps: one graph for each state."""
     unet, stock, inputs = made(device, "auto")
@@ -99,6 +100,7 @@ def scaled(factor):
     return lambda stock: of_package(lambda *args, **kwargs: stock(*args, **kwargs) * factor)
 
 
+@pytest.mark.slow
 def test_too_many_states(device):
     """Then the model has no graphs any more, and the report says why."""
     unet, stock, inputs = made(device, "auto")
@@ -250,7 +252,7 @@ def test_a_server_of_another_state_does_not_replay(device):
         agree(run(unet, inputs), run(stock, inputs))
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", [0, 1, 2])
 def test_code_of_layers_that_came_later(device, calls):
     """peft's layers came after the model's code was read."""

@@ -125,7 +125,7 @@ def test_a_grown_scale_rounds_as_before():
     assert error(call(fused), before) < 0.002
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [8.0, -8.0, 30.0])
 def test_a_graph_is_right_and_learns_from_an_earlier_replay(factor, by_graph):
     fused, plain, _ = twins()
@@ -225,6 +225,7 @@ def test_a_product_that_keeps_growing_stays_in_the_models_dtype(monkeypatch):
     assert state(fused).beyond == found.beyond
 
 
+@pytest.mark.slow
 def test_products_that_become_inexact_are_suspended(monkeypatch):
     fused, plain, _ = twins()
     learn(fused)
@@ -276,6 +277,7 @@ def test_a_suspended_product_that_moves_away_frees_its_weights_in_e4m3(monkeypat
     assert state(fused).bytes == 0
 
 
+@pytest.mark.slow
 def test_weights_that_change_shrink_only_a_large_scale(by_graph):
     fused, _, _ = twins()
     learn(fused)
@@ -298,6 +300,7 @@ def test_weights_that_change_shrink_only_a_large_scale(by_graph):
         assert is_kept or all(map(torch.equal, after, before))
 
 
+@pytest.mark.slow
 def test_weights_that_change_let_products_grow_again(monkeypatch):
     monkeypatch.setattr(fp8_product, "MOST_AGAIN", 1)
     fused, plain, _ = twins()

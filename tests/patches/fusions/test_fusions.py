@@ -175,7 +175,7 @@ def test_hooks_on_inner_modules_see_what_they_saw(build, call):
         torch.testing.assert_close(got, want, atol=5e-5, rtol=5e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", ["attention", "geglu", "transformer_block", "upsample_2d"])
 def test_under_a_compiler_the_graph_is_diffusers_own(name, training):

@@ -133,6 +133,7 @@ def test_statistics_of_strips_are_exact_for_a_mean_far_above_the_deviation(monke
     torch.testing.assert_close(variance, rows.var((0, 2, 3), correction=0), rtol=1e-3, atol=0)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def shapes(h, w, *maps):
 _ALL = [(16, 1)] * 2 + [(16, 2)] * 3 + [(16, 4)] + [(8, 4)] * 2
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("most", "maps"),
     [
@@ -198,6 +199,7 @@ def reasons(vae):
     return [entry.reason for entry in sdfastgn.report(vae).skipped]
 
 
+@pytest.mark.slow
 def test_it_can_be_turned_off_and_on_again(stock, held):
     z = latents(1, 4, 9, 6)
     vae = optimized(stock, exact_tiling=False, strict=True)
@@ -262,6 +264,7 @@ def test_training_decodes_stocks_tiles(stock, held):
     assert reasons(vae) == ["it is in training mode"]
 
 
+@pytest.mark.slow
 def test_without_memory_stocks_tiles_are_decoded(stock, held, monkeypatch):
     def hold(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -371,7 +374,7 @@ def reason_of_strips(vae):
     return entry.reason or None
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @each_order
 @pytest.mark.parametrize("layers", _CONVOLUTIONS.values(), ids=_CONVOLUTIONS)
 def test_a_lora_runs_in_strips(stock, held, layers, order):

@@ -74,7 +74,7 @@ def test_same_values_and_exact_restore(name, options, fused):
     assert torch.equal(call(unet, name, **options), expected)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["svd", "animatediff"])
 def test_same_values_in_the_kernels(name, launches, statistics_always_pay):
     unet, stock = twins(name)
@@ -174,6 +174,7 @@ def test_what_is_not_plain_runs_stocks_code(name, change, fused):
     assert found == expected
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["svd", "animatediff"])
 def test_a_lora_on_the_attention_over_frames(name, fused):
     unet, stock = twins(name)
@@ -205,7 +206,7 @@ class First(torch.nn.Module):
         return self.model(**options)[0]
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["svd", "animatediff"])
 def test_compiles_to_stocks_graph_of_blocks_over_frames(name):
     stock = blocks(video_unets.built(name), name)[0]

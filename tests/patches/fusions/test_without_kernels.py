@@ -114,6 +114,7 @@ def test_a_norms_parameters_may_lie_anywhere(view, layout):
     assert torch.equal(sdfastgn.optimize(norm)(x), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_an_optimized_unet_is_exported_to_onnx(monkeypatch):
     """The export goes through TorchScript, which does not know sdfastgn's ops."""

@@ -114,6 +114,7 @@ def test_results_stay_what_they_were(device):
     assert not torch.equal(second, first)
 
 
+@pytest.mark.slow
 def test_one_tensor_twice_in_a_result(monkeypatch):
     forward = UNet2DConditionModel.forward
 
@@ -142,6 +143,7 @@ def test_both_kinds_of_output():
     assert state(unet).replays == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_vae_and_controlnet(device):
     vae, controlnet = (
@@ -162,6 +164,7 @@ def test_vae_and_controlnet(device):
         assert {g.replays for g in sdfastgn.report(model).graphs} == {2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_default_device(device):
     unet, stock, inputs = make(device)
@@ -222,6 +225,7 @@ def test_a_model_that_was_optimized_before_the_one_around_it():
     assert state(encoder).replays == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_autoencoder_in_slices_and_tiles(device):
     vae = build_vae("tiny", torch.float32, device)
@@ -240,6 +244,7 @@ def test_an_autoencoder_in_slices_and_tiles(device):
     assert decoder.replays > decoder.captured
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
 def test_modes_of_pytorch_do_not_share_graphs(mode):
     unet, stock, inputs = make()
@@ -347,6 +352,7 @@ def test_the_signature_is_the_stock_one():
     assert inspect.signature(unet.forward) == inspect.signature(stock.forward)
 
 
+@pytest.mark.slow
 def test_pipelines_that_share_their_models():
     pipe = build_pipeline("tiny", dtype=torch.float32, device="cpu")
     stock = copy.deepcopy({k: v for k, v in pipe.components.items() if k in ("unet", "vae")})

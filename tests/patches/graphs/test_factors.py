@@ -221,6 +221,7 @@ def controlnet_xs():
     return optimized(copy.deepcopy(stock)), stock
 
 
+@pytest.mark.slow
 def test_a_scale_of_a_controlnet_xs():
     model, stock = controlnet_xs()
     inputs = {**make()[2], "controlnet_cond": torch.ones(1, 3, 64, 64)}

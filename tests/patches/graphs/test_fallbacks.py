@@ -133,6 +133,7 @@ def test_a_model_in_training_mode():
     assert (state(unet).captured, state(unet).eager) == (2, {"first call of its kind": 2})
 
 
+@pytest.mark.slow
 def test_a_dropout_in_training_mode_draws_as_without_graphs():
     unet, stock, inputs = make()
     eager = optimized(stock, mode=False)
@@ -148,7 +149,7 @@ def test_a_dropout_in_training_mode_draws_as_without_graphs():
     assert "its forward draws random numbers" in reasons_of(unet)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["compile", "wrapper", "blocks"])
 def test_compiled_models(how):
     stock = samples.one_level_unet(block_out_channels=(8,), norm_num_groups=4).eval()

@@ -141,7 +141,7 @@ SWITCHES = {
 }
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_switch_keeps_the_graph(name, device, monkeypatch):
@@ -175,6 +175,7 @@ def test_an_active_adapter_of_one_layer_becomes_one_of_the_next_layer():
     agree(run(unet, inputs), run(stock, inputs))
 
 
+@pytest.mark.slow
 def test_hotswap():
     unet, stock, inputs = make()
     two(unet), two(stock)
@@ -208,6 +209,7 @@ def test_every_switch_one_after_the_other():
     assert (state(unet).captured, state(unet).last_change) == (1, "")
 
 
+@pytest.mark.slow
 def test_new_scales_alone_look_at_no_layer_again(monkeypatch):
     unet, stock, inputs = make()
     for model in (unet, stock):
@@ -270,7 +272,7 @@ def test_known_adapters_are_switched_before_any_layer_is_looked_at(monkeypatch):
         order.clear()
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["written", "other-memory", "same-address", "replaced", "third", "deleted"])
 def test_a_switch_together_with_another_change(name):
     """New adapters are merged before tensors are compared, and again if these have changed too."""
@@ -308,6 +310,7 @@ def test_an_inactive_adapter_that_cannot_be_merged_any_more():
     assert not sdfastgn.report(unet).merged or sdfastgn.report(unet).merged[0].layers < layers
 
 
+@pytest.mark.slow
 def test_tensors_are_compared_while_the_graph_runs(monkeypatch):
     unet, stock, inputs = make()
     two(unet), two(stock)
@@ -329,6 +332,7 @@ def test_tensors_are_compared_while_the_graph_runs(monkeypatch):
     assert order.count("run") == 2  # the first result was discarded
 
 
+@pytest.mark.slow
 def test_a_graph_waits_for_weights_that_an_eager_call_has_written(monkeypatch):
     unet, stock, inputs = make()
     two(unet), two(stock)
@@ -343,6 +347,7 @@ def test_a_graph_waits_for_weights_that_an_eager_call_has_written(monkeypatch):
     assert set(waited) == {records[wrapper] for wrapper in wrappers(unet)}
 
 
+@pytest.mark.slow
 def test_a_scale_in_the_arguments_shares_the_graph():
     unet, stock, inputs = make()
     two(unet), two(stock)
@@ -376,7 +381,7 @@ def test_classes_that_take_a_scale():
         assert lora_scale_of(module) == name
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [np.float64, np.float32, np.int64])
 def test_scales_of_numpy(kind):
     unet, stock, inputs = make()

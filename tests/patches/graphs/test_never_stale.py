@@ -355,7 +355,7 @@ def test_the_end_of_a_reason_is_seen(spoil, mend, reason):
     assert (state(unet).captured, state(unet).replays) == (1, 2)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plans", [True, False], ids=["plans", "blocks"])
 def test_an_autoencoder_cast_up_and_down_leaves_the_unet_alone(plans):
     """SDXL's autoencoder is cast so in each image: its weights are new tensors at each call."""

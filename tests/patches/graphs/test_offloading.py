@@ -41,6 +41,7 @@ def test_an_offloaded_model_has_graphs_after_several_calls(when):
     assert "other code" not in str(sdfastgn.report(unet))
 
 
+@pytest.mark.slow
 def test_calls_count_from_the_last_move():
     """The weights move after each six calls, so no call is the seventh since a move, and none is captured."""
     unet, stock, inputs = offloaded("after", mode="auto")

@@ -25,7 +25,7 @@ def random_states(device):
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device == "cuda" else [])]
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", ["auto", True])
 @pytest.mark.parametrize("when", ["first", "later"])

@@ -32,6 +32,7 @@ def gligen(backend=None):
     return optimized(copy.deepcopy(stock), backend=backend), stock, inputs
 
 
+@pytest.mark.slow
 def test_images_with_gligen_are_captured_once():
     unet, stock, inputs = gligen()
     outputs = []

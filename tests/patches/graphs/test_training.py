@@ -111,7 +111,7 @@ def warm(*models, batch, calls=3):
             gradients(model, loss_of(model, batch(number)))
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("what", TRAINED)
 @pytest.mark.parametrize("set_to_none", [False, True])
@@ -171,7 +171,7 @@ def test_a_call_without_a_backward_frees_the_graph():
     assert trained_state(unet).replays == replays + 3
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("what", TRAINED)
@@ -200,6 +200,7 @@ def test_a_backward_that_runs_again(what, is_checkpointed, device):
     assert trained_state(unet).replays == replays + 2
 
 
+@pytest.mark.slow
 def test_a_backward_that_runs_again_after_another_call():
     unet, other, batch = pair()
     warm(unet, other, batch=batch)
@@ -226,6 +227,7 @@ def test_a_backward_that_runs_again_after_a_call_that_failed(monkeypatch):
         loss.backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_losses_of_single_outputs(device):
     """As in eager calls, a parameter that does not affect the loss gets no gradient, and not zeros."""
@@ -330,7 +332,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_the_model_shows_in_the_next_step(change, device):

@@ -28,7 +28,7 @@ def test_new_values_in_the_same_graph(name):
     assert (state(unet).captured, state(unet).replays) == (1, 2)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_each_number_of_frames_has_its_graph(name):
     unet, stock = make(name)
@@ -48,7 +48,7 @@ def image_alone(unet):
     unet.mid_block.attentions[0].time_mixer.merge_strategy = "fixed"
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [changed_mix, image_alone])
 def test_a_new_mix_of_frames_takes_effect(change):
     unet, stock = make("svd")

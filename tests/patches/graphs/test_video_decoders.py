@@ -118,7 +118,7 @@ def counts(vae):
     return state(vae).captured, state(vae).replays
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @each_family
 def test_new_latents_in_the_same_graph(case, device):
@@ -139,7 +139,7 @@ def test_a_graph_gives_the_same_bits_as_a_call_without_one(case):
     assert counts(vae) == (1, 2)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @each_chunked
 def test_each_number_of_frames_has_its_graph(case):
     vaes = twins(case)
@@ -191,7 +191,7 @@ def test_images_in_slices(case):
     assert counts(vaes[0]) == (1, 5)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @each_chunked
 def test_tiles_have_no_graph(case):
     vaes = twins(case)
@@ -205,7 +205,7 @@ def test_tiles_have_no_graph(case):
     assert counts(vaes[0]) == (1, 2)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @each_plain
 def test_tiles_share_a_graph(case):
     vaes = twins(case)
@@ -232,7 +232,7 @@ def test_a_large_call_has_no_graph(case, monkeypatch):
     assert state(vaes[0]).eager["the call is so large that the GPU takes longer than Python"] == 3
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @each_family
 def test_a_graph_is_given_up_if_it_leaves_too_little_memory(case):
     backend = TapeBackend()

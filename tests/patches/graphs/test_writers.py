@@ -38,7 +38,7 @@ def trained(model, inputs):
     model.zero_grad()
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", ["auto", "training", False])
 @pytest.mark.parametrize("part", [".lora_", "base_layer.weight"])
@@ -65,7 +65,7 @@ def test_the_next_call_has_the_new_weights(part, mode, device):
         assert (graphs.captured, graphs.last_change) == (1, "")
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", False])
 def test_one_number_of_a_large_weight_is_noticed_within_all_windows(mode, monkeypatch):
     monkeypatch.setattr("sdfastgn.kernels.checksum.op.BLOCK", 16)

@@ -58,7 +58,7 @@ def is_all_merged(model):
     return merged.layers == len(wrappers(model)) and all(map(is_merged, wrappers(model)))
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sd3-before-optimize", *TRANSFORMERS])
 @torch.no_grad()
 def test_every_layer_is_merged(name):
@@ -389,6 +389,7 @@ def test_a_model_alone_with_nothing_but_adapters():
     assert is_all_merged(model)
 
 
+@pytest.mark.slow
 def test_a_whole_pipeline():
     """The pipeline's argument reaches the transformer, whose LoRA was added after ``optimize``."""
     row = next(row for row in networks.transformers if row.name == "Flux")

@@ -329,7 +329,7 @@ def test_without_memory_stocks_code_runs(monkeypatch):
     assert sdfastgn.report(unet).merged
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", ["auto", False])
 @torch.no_grad()
 def test_every_layer_of_a_unet(graphs):
@@ -426,7 +426,7 @@ def test_stocks_code_sees_no_merged_weights():
         assert torch.equal(model(x), stock(x))
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("with_gradients", [True, False], ids=["gradients", "no-gradients"])
 @pytest.mark.parametrize("merges", [True, False], ids=["merged", "not-merged"])
 def test_compiled_as_one_graph(merges, with_gradients):
@@ -457,6 +457,7 @@ def test_compiled_as_one_graph(merges, with_gradients):
             torch.testing.assert_close(gradients, truth, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_threads_that_call_while_one_changes_the_scale():
     model = model_with(nn.Linear(12, 20))
     stock = copy.deepcopy(model)

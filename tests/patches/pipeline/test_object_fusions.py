@@ -67,7 +67,7 @@ def test_optimize_and_restore(pipe):
     assert np.array_equal(picture(pipe), before)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "duplicate",
     [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))],

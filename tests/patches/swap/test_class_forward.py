@@ -133,7 +133,7 @@ def twins_with(change):
     return model, stock
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("keep", KEEPERS)
 def test_a_hooked_model_after_restore_is_the_stock_one_with_the_same_hooks(keep):
     model, stock = twins_with(keep)
@@ -214,7 +214,7 @@ def offloaded_before(recurse):
     return unet, stock, unet_inputs("tiny", size=64, batch=1, dtype=torch.float32, device="cpu", seed=0)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recurse", [False, True], ids=["model", "sequential"])
 def test_offloading_that_ended_leaves_nothing_out(recurse):
     unet, stock, inputs = offloaded_before(recurse)
@@ -252,6 +252,7 @@ def test_a_copy_with_graphs_is_restored_to_what_was_there(copied, has_own):
     assert twin.forward == type(twin).forward.__get__(twin)
 
 
+@pytest.mark.slow
 def test_compilers_see_through_an_own_forward():
     stock = samples.randomize(samples._resnet())
     x, temb = samples.image(2, 20, 6, 8), samples.image(2, 16, 1, 1)[:, :, 0, 0]

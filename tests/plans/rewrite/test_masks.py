@@ -170,6 +170,7 @@ def fault(seed):
     return ""
 
 
+@pytest.mark.slow
 def test_random_masks():
     for seed in range(60):
         assert not fault(seed), seed

@@ -187,7 +187,7 @@ def test_results_must_be_small():
 # ---- whole models
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cls", "shape"),
     [

@@ -264,7 +264,7 @@ def test_changed_weights(change, recordings, path):
     assert change in (lay_out, put_side_by_side) or not torch.equal(before[0], baked.run(inputs)[0])
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @each_path
 def test_packed_weights(path, monkeypatch):
     monkeypatch.setattr(packed, "PACKED_DEVICES", ("cpu",))

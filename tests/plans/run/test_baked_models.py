@@ -67,7 +67,7 @@ def inputs(shapes, seed):
     return [torch.randn(shape, generator=g) if shape else torch.tensor(100 + seed) for shape in shapes]
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [image_decoder, unet, wan, qwen_image, cosmos, stable_video_diffusion])
 @torch.no_grad()
 def test_models(make, monkeypatch):

@@ -59,6 +59,7 @@ def test_autoencoder_dc():
     check(lambda z: model.decode(z, return_dict=False)[0], (1, 4, 4, 4), module=model)
 
 
+@pytest.mark.slow
 def test_a_transformer_whose_table_of_positions_is_cached():
     heads = {"attention_head_dim": 16, "num_attention_heads": 2, "axes_dims_rope": (8, 4, 4)}
     sizes = {"in_channels": 16, "out_channels": 4, "num_layers": 1, "joint_attention_dim": 32}

@@ -189,7 +189,7 @@ class Keeper:
     kept = None
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "keeper"),
     [
@@ -226,7 +226,7 @@ def test_tensors_in_a_cycle_are_not_kept():
     check(call)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("maxsize", [None, 4])
 def test_a_cache_that_the_trace_filled_is_emptied(maxsize):
     @functools.lru_cache(maxsize)
@@ -250,7 +250,7 @@ def test_a_cache_is_emptied_after_a_refused_trace_too():
     assert torch.equal(ones(4), torch.ones(4))
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_an_interrupted_trace_leaves_nothing(kind):
     @functools.cache

@@ -118,6 +118,7 @@ def test_extras_have_a_table_of_their_own(tmp_path):
     assert "add" not in TABLES["kernels"](tmp_path)
 
 
+@pytest.mark.slow
 def test_the_roofline_of_a_committed_result_is_a_picture(tmp_path):
     rows = [*INFERENCE, row("sdfastgn", 9.0, shape=(2, 640, 64, 64)), row("add", 3.0, "add, forward")]
     save(tmp_path, "kernels.json", "kernels", rows)

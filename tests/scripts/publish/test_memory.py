@@ -43,6 +43,7 @@ def test_a_pipeline_draws_three_times() -> None:
     assert (row.reserved_mib, row.captured, row.dropped) == (None, 0, 0)
 
 
+@pytest.mark.slow
 def test_images_are_drawn_under_each_limit_and_offloaded_under_the_smallest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -79,6 +80,7 @@ def test_where_stock_has_no_memory_both_are_tried_with_offloading(monkeypatch: p
     assert limited.pipe.vae.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_a_wrong_image_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = itertools.count()
     limited = held(monkeypatch, lambda: IMAGE if next(calls) < 9 else 1 - IMAGE)  # 3 rows of stock

@@ -21,7 +21,7 @@ CONFIG = BenchConfig("flux", "pipeline", 8, 1, "bf16", "cpu", repeats=1)
 ROW = OffloadingRow("flux", False, 31.6, [30.0, 29.0, 25.0], 23.25)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", offloading.PIPELINES)
 def test_a_pipeline_is_called_stock_and_optimized(name: str) -> None:
     rows = list(offloading.rows(name, CPU, tiny=True))

@@ -24,6 +24,7 @@ def measured() -> list[DecodeRow]:
     return list(tiled_decode.measured("tiny", SIZE, torch.float32, CPU))
 
 
+@pytest.mark.slow
 @pytest.mark.fused_on_cpu
 def test_stock_differs_in_tiles_and_ours_does_not():
     rows = measured()
@@ -37,6 +38,7 @@ def test_stock_differs_in_tiles_and_ours_does_not():
     assert all(row.status == OK and row.seconds > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_wrong_image_has_no_time_of_ours():
     """Without kernels the optimized autoencoder decodes in stock's tiles."""
     rows = measured()
