@@ -308,7 +308,7 @@ MODES = {"flux": True, "sd3": False, "qwen_image": "auto", "z_image": True, "wan
     ("name", "mode", "device", "seed", "steps"),
     [
         *(short(name, mode) for name, mode in MODES.items()),
-        *(long(name, mode, 2) for name in MODES for mode in (False, "auto", True)),
+        *(long(name, mode, 2) for name, mode in MODES.items()),
         *(long(name, mode, 3, pytest.mark.many_programs) for name in MODES for mode in (False, "auto", True)),
         *(on_gpu(name, mode or "auto") for name, mode in MODES.items()),
     ],
