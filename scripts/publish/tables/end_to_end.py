@@ -397,13 +397,15 @@ def _sweep_table(cells: list[dict[str, str]], lines: list[_Line]) -> str:
 
     Texts below the table say why times of ``lines`` are missing, and name the runs.
     """
-    missing = [
-        f"{_sweep_title(row)}, {label(row.variant)} {row.status}: {row.reason}"
-        for line in lines
-        for row in line.rows.values()
-        if row.status != OK
-    ]
+    missing = _missing((row for line in lines for row in line.rows.values()), _sweep_title)
     return _markdown(*without_empty_columns(cells), missing, lines)
+
+
+def _missing(rows: Iterable[Row], title: Callable[[Row], str]) -> list[str]:
+    """Returns a text for each row without a time, which says why. ``title``: of a row, what was timed."""
+    return [
+        f"{title(row)}, {label(row.variant)} {row.status}: {row.reason}" for row in rows if row.status != OK
+    ]
 
 
 def batches_markdown(results: Path) -> str:
@@ -450,11 +452,7 @@ def several_gpus_markdown(results: Path) -> str:
     """Returns a table of pipelines on several GPUs at once, one process for each: images per second."""
     found: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     runs = rows_of_runs(results, "processes")
-    missing = [
-        f"{row_title(row)}, {label(row.variant)} {row.status}: {row.reason}"
-        for row, _ in runs
-        if row.status != OK
-    ]
+    missing = _missing((row for row, _ in runs), row_title)
     for row, _ in runs:
         if row.images_s is not None:
             found[row_title(row), label(row.variant)][len(row.process_images_s or ())] = row.images_s
