@@ -26,6 +26,7 @@ from comfy.ldm.modules.diffusionmodules import model as comfy_model
 from comfy.ldm.modules.diffusionmodules.model import Decoder, ResnetBlock, Upsample
 from torch import Tensor, nn
 
+from sdfastgn.kernels.common.setting import setting
 from sdfastgn.patches.comfyui.layers import plain_class, reason_to_cast
 from sdfastgn.patches.fusions import strip_chain
 from sdfastgn.patches.fusions.strip_chain import Parts
@@ -121,17 +122,15 @@ def _image_of(
     share = max(min(h, H) * min(w, W) for h, w in sizes) / (H * W)
     steps = len(_parts(model.decoder).layers) + 1
     bar = comfy.utils.ProgressBar(steps * len(latents))
-    token = _request.set(_Request(share, partial(bar.update, 1)))
     try:
-        for i, latent in enumerate(latents.split(1)):
-            found = model.decode(latent)
-            if image is None:  # like stock's image, this one has PyTorch's default dtype
-                image = torch.empty((len(latents), *found.shape[1:]), device=vae.output_device)
-            image[i] = found[0]
+        with setting(_request, _Request(share, partial(bar.update, 1))):
+            for i, latent in enumerate(latents.split(1)):
+                found = model.decode(latent)
+                if image is None:  # like stock's image, this one has PyTorch's default dtype
+                    image = torch.empty((len(latents), *found.shape[1:]), device=vae.output_device)
+                image[i] = found[0]
     except torch.OutOfMemoryError:
         return None
-    finally:
-        _request.reset(token)
     return vae.process_output(image)
 
 
