@@ -5,8 +5,8 @@ and lives longer than a call, or if it asks for random numbers or the time. Noth
 
 Lists, dicts and sets that live longer than a call may be tables of constants, or caches. So their items are
 compared: a ``CodeState`` notices when they change, and undoes what a trace changes. It also notices when a
-global that such code reads gets another value. Containers in
-attributes of modules are not compared here, because a ``Watch`` compares them.
+global that such code reads gets another value. Containers in attributes of modules are not compared here,
+because a ``Watch`` compares them.
 """
 
 from __future__ import annotations
