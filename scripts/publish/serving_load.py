@@ -18,8 +18,8 @@ import multiprocessing
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +38,7 @@ from sdfastgn.cli.errors import one_line_errors
 from sdfastgn.cli.options import DeviceOption, DtypeOption, JsonOption, ModelOption, SizeOption, StepsOption
 from sdfastgn.cli.session import exit_code
 from sdfastgn.cli.terminal import console
+from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.program import OptionError, counted
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
@@ -48,7 +49,9 @@ PATIENCE_S = 600.0
 
 @dataclass
 class LoadRow:
-    """The measurement of one server with one number of clients. Its numbers are None if an image was wrong.
+    """The measurement of one server with one number of clients.
+
+    Its numbers are None if an image was wrong or a request got none.
 
     Attributes:
         requests_s: answers per second that all clients together got.
@@ -84,13 +87,18 @@ def serve(config: BenchConfig, optimize: bool, port: int) -> None:
     uvicorn.run(example.serve(pipe), port=port, log_level="warning")
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port
+
+
 @contextlib.contextmanager
 def served(config: BenchConfig, optimize: bool) -> Iterator[str]:
     """A context that starts a server, yields its address when it is ready, and ends it afterwards."""
     if importlib.util.find_spec("uvicorn") is None:
         raise OptionError('serving_load: uvicorn is not installed; pip install ".[serve]", or give --url')
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(config, optimize, port))
     process.start()
@@ -113,26 +121,51 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-async def load(url: str, body: dict[str, Any], clients: int, requests: int) -> tuple[list[float], float]:
-    """Sends ``requests`` requests in total, from ``clients`` clients at once.
+@dataclass(frozen=True)
+class Load:
+    """What clients have seen.
 
-    Returns (seconds of each request, seconds until the last answer). Raises httpx.HTTPStatusError if the
-    server answers with an error.
+    Attributes:
+        taken: seconds of each request that got an image.
+        seconds: from the first request to the last answer.
+        lost: for each request that got no image, the reason.
     """
+
+    taken: list[float]
+    seconds: float
+    lost: list[str] = field(default_factory=list)
+
+    def figures(self) -> dict[str, Any]:
+        """Returns the fields ``requests_s``, ``p50_s`` and ``p99_s`` of a row."""
+        p50, p99 = np.percentile(self.taken, (50, 99))
+        return {"requests_s": len(self.taken) / self.seconds, "p50_s": float(p50), "p99_s": float(p99)}
+
+
+async def load(url: str, body: dict[str, Any], clients: int, seeds: Iterable[int]) -> Load:
+    """Sends a request for each of ``seeds``, from ``clients`` clients at once."""
     limits = httpx.Limits(max_connections=clients)
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits) as client:
-        left, taken = iter(range(requests)), []
+        left, taken, lost = iter(seeds), [], []
 
         async def ask() -> None:
             for seed in left:  # shared by all clients, so each seed is asked for once
                 start = time.perf_counter()
-                answer = await client.post("/images", json={**body, "seed": seed})
-                answer.raise_for_status()
-                taken.append(time.perf_counter() - start)
+                try:
+                    (await client.post("/images", json={**body, "seed": seed})).raise_for_status()
+                except httpx.HTTPError as error:
+                    lost.append(one_line(error))
+                else:
+                    taken.append(time.perf_counter() - start)
 
         start = time.perf_counter()
         await asyncio.gather(*(ask() for _ in range(clients)))
-        return taken, time.perf_counter() - start
+        return Load(taken, time.perf_counter() - start, lost)
+
+
+def body_of(config: BenchConfig) -> dict[str, Any]:
+    """Returns a request without a seed."""
+    size = {"width": config.size, "height": config.size}
+    return {"prompt": config.prompt, **size, "steps": config.steps, "guidance": config.guidance}
 
 
 def image_of(url: str, body: dict[str, Any]) -> np.ndarray:
@@ -144,16 +177,16 @@ def image_of(url: str, body: dict[str, Any]) -> np.ndarray:
 def rows_of(variant: str, url: str, body: dict[str, Any], requests: int) -> list[LoadRow]:
     rows = []
     for clients in CLIENTS:
-        taken, seconds = asyncio.run(load(url, body, clients, requests))
-        p50, p99 = np.percentile(taken, (50, 99))
-        rows.append(LoadRow(variant, clients, requests, requests / seconds, float(p50), float(p99)))
+        found = asyncio.run(load(url, body, clients, range(requests)))
+        row = LoadRow(variant, clients, requests)
+        failed = {"status": documents.FAILED, "reason": found.lost[0]} if found.lost else found.figures()
+        rows.append(replace(row, **failed))
     return rows
 
 
 def run(config: BenchConfig, requests: int, url: str | None = None) -> list[LoadRow]:
     """Measures a stock server, then an optimized one, or only the server at ``url`` if this is given."""
-    size = {"width": config.size, "height": config.size}
-    body = {"prompt": config.prompt, **size, "steps": config.steps, "guidance": config.guidance}
+    body = body_of(config)
     if url is not None:
         return rows_of("url", url, body, requests)
     with served(config, optimize=False) as stock:

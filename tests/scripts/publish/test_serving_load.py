@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -31,8 +34,8 @@ def test_wrong_images_get_no_figures(is_right: bool, monkeypatch: pytest.MonkeyP
     def served(config: BenchConfig, optimize: bool) -> Iterator[str]:
         yield f"optimize={optimize}"
 
-    async def load(url: str, body: dict[str, Any], clients: int, requests: int) -> tuple[list[float], float]:
-        return [1.0, 3.0], 4.0
+    async def load(url: str, body: dict[str, Any], clients: int, seeds: Iterable[int]) -> serving_load.Load:
+        return serving_load.Load([1.0, 3.0], 4.0)
 
     monkeypatch.setattr(serving_load, "served", served)
     monkeypatch.setattr(serving_load, "load", load)
@@ -44,6 +47,29 @@ def test_wrong_images_get_no_figures(is_right: bool, monkeypatch: pytest.MonkeyP
     assert {(row.requests_s, row.p50_s, row.status) for row in rows[:3]} == {(0.5, 2.0, documents.OK)}
     expected = (0.5, 2.0, documents.OK) if is_right else (None, None, documents.WRONG)
     assert {(row.requests_s, row.p50_s, row.status) for row in rows[3:]} == {expected}
+
+
+def test_a_request_without_an_image_is_counted_and_its_row_has_no_figures() -> None:
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:  # http.server calls this name
+            seed = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["seed"]
+            self.send_response(503 if seed == 5 else 200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        found = asyncio.run(serving_load.load(url, {}, clients=3, seeds=range(8)))
+        rows = serving_load.rows_of("url", url, {}, requests=8)
+        server.shutdown()
+    assert (len(found.taken), len(found.lost)) == (7, 1)
+    assert "503" in found.lost[0]
+    for row in rows:
+        assert (row.requests_s, row.status, row.reason) == (None, documents.FAILED, found.lost[0])
 
 
 def test_a_missing_uvicorn_is_named(
