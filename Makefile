@@ -110,9 +110,9 @@ comfyui-node:  ## the folder for ComfyUI's custom_nodes, with the package inside
 	cp -r sdfastgn LICENSE build/comfyui/sdfastgn/package
 	find build/comfyui -name __pycache__ -prune -exec rm -rf {} +
 
-test-serve: $(STAMP)  ## the example for Ray Serve and the load script, after an install of Ray
+test-serve: $(STAMP)  ## the example for Ray Serve and the load scripts, after an install of Ray
 	@$(PIP) install --quiet -c $(PINS) --no-build-isolation -e '.[serve]'
-	$(QUIET_PYTEST) tests/test_ray_serve.py tests/scripts/publish/test_serving_load.py -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(QUIET_PYTEST) tests/test_ray_serve.py tests/scripts/publish/test_serving_load.py tests/scripts/publish/test_serving_replicas.py -n 2 --dist loadfile $(PYTEST_ARGS)
 
 matrix: $(STAMP)  ## tests beside other releases of Python, torch and diffusers; an hour, and 40 GB of downloads
 	@$(PIP) install --quiet 'nox[uv]==2026.10.20'

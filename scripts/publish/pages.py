@@ -47,7 +47,7 @@ from scripts.publish.tables.offloading import offloading_markdown
 from scripts.publish.tables.plans import plans_markdown
 from scripts.publish.tables.profile import profile_markdown
 from scripts.publish.tables.real_sizes import real_sizes_markdown, video_markdown
-from scripts.publish.tables.serving import serving_load_markdown
+from scripts.publish.tables.serving import serving_load_markdown, serving_replicas_markdown
 from scripts.publish.tables.tiled_decode import tiled_decode_markdown
 from scripts.publish.tables.warm_up import warm_up_markdown
 from sdfastgn.bench.documents import read_json
@@ -89,6 +89,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "fp8_mlperf": fp8_mlperf_markdown,
     "fp8_quality": fp8_quality_markdown,
     "serving_load": serving_load_markdown,
+    "serving_replicas": serving_replicas_markdown,
     "several_gpus": several_gpus_markdown,
     "fusions": fusions_markdown,
     "kernels": inference_markdown,

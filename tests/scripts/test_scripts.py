@@ -76,6 +76,9 @@ WRONG = {
     "publish/warm_up.py --model tiny --device cpu --new-size 0": (
         "warm_up.py: --new-size: must be a positive multiple of 8"
     ),
+    "publish/serving_replicas.py --json out.json --device cpu --replicas 0": (
+        "serving_replicas.py: --replicas: must be a positive whole number, got 0"
+    ),
     "build_hub_kernels.py --output mine": "*--output: 'mine' is not empty and holds no earlier build",
     "build_compiled.py --output mine": "*--output: 'mine' is not empty and holds no earlier build",
     "build_compiled.py --output out --generation sm_75": "*--generation: invalid choice: 'sm_75'*",

@@ -30,6 +30,7 @@ GPU = "NVIDIA H200"
 BY_HAND = {
     *("stable_fast", "comfyui", "comfyui_weights", "comfyui_vaes", "memory", "offloading", "serving_load"),
     "several_gpus",
+    "serving_replicas",
     *("fp8_times", "fp8_mlperf", "fp8_quality", "compiled_videos", "plans"),
     "fusions",  # of docstrings
     *("transformer_claims", "transformers", "transformers_compared", "times_transformers.png"),
