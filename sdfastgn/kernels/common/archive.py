@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sdfastgn.kernels.common.gpu import triton
+from sdfastgn.kernels.common.private import current_device
 
 # Environment variable with the path of an archive that is read before the first kernel is compiled.
 VARIABLE = "SDFASTGN_KERNEL_ARCHIVE"
@@ -222,7 +223,12 @@ def add_archives(device: torch.device) -> None:
 
 
 def state(device: torch.device) -> str | None:
-    """What ``add_archives`` did for ``device``, in words. None if there is no archive, or not yet."""
+    """What ``add_archives`` did for ``device``, in words. None if there is no archive, or not yet.
+
+    ``device`` without an index is the current GPU.
+    """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", current_device())
     return _states.get(device)
 
 

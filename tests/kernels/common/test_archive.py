@@ -219,6 +219,8 @@ def test_the_variable_is_read_once_and_warns_if_the_archive_is_of_no_use(path, c
     archive.add_archives(GPU)
     assert files_of(cache)
     assert archive.state(GPU) == "compiled kernels from SDFASTGN_KERNEL_ARCHIVE: 1"
+    monkeypatch.setattr(archive, "current_device", lambda: GPU.index)
+    assert archive.state(torch.device("cuda")) == archive.state(GPU)
     card.capability = (8, 9)
     with pytest.warns(UserWarning, match="SDFASTGN_KERNEL_ARCHIVE: .* here it is '8.9'"):
         archive.add_archives(OTHER_GPU)
