@@ -48,9 +48,10 @@ def planned(root: nn.Module) -> list[PlannedForward]:
     """Give ``root`` and its children plans, whether or not ``optimize`` would."""
     found = []
     for module in entrances(root):
-        if place_in(module, method_of(module)) == "forward" and any(True for _ in module.children()):
-            found.append(PlannedForward(module))
-            found[-1].put("forward")
+        method = method_of(module)
+        if place_in(module, method) == method and any(True for _ in module.children()):
+            found.append(PlannedForward(module, method=method))
+            found[-1].put(method)
     return found
 
 

@@ -36,7 +36,13 @@ from sdfastgn.patches.fp8.rows import RowWeights
 from sdfastgn.patches.graphs.arguments import Call, Unsupported, global_state
 from sdfastgn.patches.graphs.capture import is_idle, on_copies
 from sdfastgn.patches.graphs.lora_scale import LoraScale
-from sdfastgn.patches.graphs.models import numbers_of, reason_without_graphs, switched
+from sdfastgn.patches.graphs.models import (
+    numbers_of,
+    reason_without_graphs,
+    repeats_decoder,
+    scratch_of,
+    switched,
+)
 from sdfastgn.patches.graphs.policy import NO_MEMORY, Policy, count_reason
 from sdfastgn.patches.layout import channels_last
 from sdfastgn.patches.lora.merging import factor_now, scaled
@@ -222,7 +228,8 @@ class PlannedForward(MethodEntry):
                 if isinstance(error, _Fills):
                     own_call = self._filling(module, error.call, error.plans)
                 break
-        count_reason(self.own, reason)
+        if reason:
+            count_reason(self.own, reason)
         with running(bool(self._states.replaced(self._states.look()))), self._without_traces(), own_call:
             return class_forward(module, self.method)(*args, **kwargs)
 
@@ -442,6 +449,8 @@ class PlannedForward(MethodEntry):
         }
         call = Call(args, kwargs, numbers)
         call.tensors = list(call.as_tensors())
+        if self.method != "forward" and repeats_decoder(module, call):
+            raise Unsupported("")  # the decoder has a plan of its own
         first = next((t for t in call.tensors if isinstance(t, Tensor) and t.is_floating_point()), None)
         if first is None or not dispatch.has_kernels(first):
             where = f"on {call.device}" if first is None else f"for {first.dtype} on {first.device}"
@@ -544,7 +553,9 @@ class PlannedForward(MethodEntry):
         raise _Changed(f"the model has changed: {self.last_change}")
 
     def _guard(self, module: nn.Module, code: int, call: Call, state: State, adapters: Adapters) -> Guard:
-        options = self.trusted, state.names(), adapters.survey
+        apart = state.names()
+        apart[module] = apart.get(module, frozenset()) | scratch_of(module) | {self.method}
+        options = self.trusted, apart, adapters.survey
         return Guard(module, self._states, code, call.device, *options)
 
     def _reads_copies(self, made: Made, device: torch.device | None) -> bool:

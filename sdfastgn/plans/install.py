@@ -1,7 +1,8 @@
 """Turns plans on and off for the models that get them.
 
 To turn plans on, ``install`` puts a ``PlannedForward`` under the key "forward" into the ``__dict__`` of a
-module. In models that accelerate offloads as a whole, the key is "_old_forward".
+module. As for graphs, the key is another one in some autoencoders (``method_of``) and in models that
+accelerate offloads as a whole (``place_in``).
 """
 
 from __future__ import annotations
@@ -40,8 +41,6 @@ _OUTSIDE_UNETS = (
     *("conv_norm_out", "decoder_slices"),  # MoVQ's decoder has only the second one
     *("temporal_resnet_block", "spatio_temporal_res_block"),
 )
-# Keys in the ``__dict__`` of a module under which a ``PlannedForward`` is put.
-_PLACES = ("forward", "_old_forward")
 # Smallest share of a model's weights that must be in convolutions of images and videos, or in linear layers
 # of a transformer. Kernels exist for what surrounds these. A model of other layers gains too little to pay
 # for a trace.
@@ -304,13 +303,14 @@ def install(
             planned.take_off()  # a plan would not run the graphs of the modules in it
     for module in entrances(root):
         planned = PlannedForward.of(module)
-        place = place_in(module, method_of(module)) if in_graphs.isdisjoint(module.modules()) else None
+        method = method_of(module)
+        place = place_in(module, method) if in_graphs.isdisjoint(module.modules()) else None
         is_layer = is_adapted(module) or not any(True for _ in module.children())
-        if planned is None and place in _PLACES and not is_layer:
+        if planned is None and place is not None and not is_layer:
             options = module, trusted, verifies, weights
             kept = next((f for f in former if (f.module, f.trusted, f.verifies, f.weights) == options), None)
             own_entry = place in vars(module)
-            made = kept or PlannedForward(module, trusted, own_entry, verifies=verifies, weights=weights)
+            made = kept or PlannedForward(module, trusted, own_entry, method, None, verifies, weights=weights)
             made.put(place)
         if PlannedForward.of(module) is not None and not takes_adapters(list(module.modules())):
             stop_checking([module])  # the ``PlannedForward`` compares the code
@@ -341,9 +341,7 @@ def _set_planner(
     ``kind``: the ``Kind`` of its model.
     """
     planner, modules = None, list(module.modules())
-    # Another method than ``forward`` is a loop over frames that keeps state. The children that it calls have
-    # plans, which serve any number of frames.
-    has_plans = graphed.method == "forward" and any(isinstance(m, CONVOLUTIONS) for m in modules)
+    has_plans = any(isinstance(m, CONVOLUTIONS) for m in modules)
     if maker is not None and is_required:
         planner = Planner(maker, is_always=True, is_required=True)
     elif maker is not None and has_plans:

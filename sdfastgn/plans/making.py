@@ -13,7 +13,9 @@ from torch import Tensor, fx, nn
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.patches.code.states import running
-from sdfastgn.patches.graphs.arguments import Call
+from sdfastgn.patches.graphs.arguments import Call, Unsupported
+from sdfastgn.patches.graphs.capture import without_scratch
+from sdfastgn.patches.graphs.models import scratch_of
 from sdfastgn.patches.layout import channels_last
 from sdfastgn.patches.lora.merging import frozen
 from sdfastgn.patches.swap.class_forward import class_forward
@@ -46,7 +48,10 @@ def trace_call(
 
     def run(*tensors: Tensor) -> list[Tensor]:
         given = [tensors[place] for place in places(call)]
-        computed, outcome = run_own(module, call, state, method, given)
+        try:
+            computed, outcome = run_own(module, call, state, method, given)
+        except Unsupported as error:
+            raise Untraceable(str(error)) from error
         outcomes.append(outcome)
         return computed
 
@@ -67,7 +72,7 @@ def run_own(
     args, kwargs = call.rebuild(list(tensors))
     outcome = Outcome(args, kwargs, tensors)
     held = kwargs.pop(STATE, {})
-    with state.replaced(held):
+    with state.replaced(held), without_scratch(module, scratch_of(module)):
         result = class_forward(module, method)(*args, **kwargs)
     return outcome.finish(result), outcome
 

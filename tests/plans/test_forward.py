@@ -806,20 +806,82 @@ def test_results_are_freed_at_once(pair):
 # ---- arguments that a call changes: caches of decoders
 
 
-def qwen_image_21():
-    sizes = {"base_dim": 8, "decoder_base_dim": 8, "z_dim": 4, "num_res_blocks": 1}
-    return randomize(of_diffusers("AutoencoderKLQwenImage21", **sizes)).eval()
+CHUNKED = {"z_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "temperal_downsample": [False, True]}
+each_chunked = pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("AutoencoderKLWan", {"base_dim": 8}),
+        ("AutoencoderKLQwenImage", {"base_dim": 8}),
+        ("AutoencoderKLQwenImage21", {"base_dim": 8, "decoder_base_dim": 8}),
+    ],
+)
+
+
+def chunked(kind, sizes):
+    """(optimized, stock): an autoencoder that decodes frame by frame, and keeps frames in lists meanwhile."""
+    torch.manual_seed(0)
+    stock = randomize(of_diffusers(kind, **CHUNKED, **sizes)).eval()
+    return sdfastgn.optimize(copy.deepcopy(stock), cuda_graphs=False), stock
+
+
+def decodes_as_stock(model, stock, frames, seeds=range(3)):
+    for seed in seeds:
+        z = noise(1, 4, frames, 3, 4, seed=seed)
+        agree(model.decode(z).sample, stock.decode(z).sample, 5e-5)
+
+
+def calls_of_plans(model):
+    return {each.path: each.calls for each in sdfastgn.report(model).plans if each.calls}
 
 
 @pytest.mark.slow
 def test_a_decoder_with_a_list_of_caches():
-    stock = qwen_image_21()
-    model = sdfastgn.optimize(copy.deepcopy(stock))
-    for seed in range(3):
-        z = noise(1, 4, 1, 3, 4, seed=seed)
-        agree(model.decode(z).sample, stock.decode(z).sample, 5e-5)
-    assert planned(model.decoder).own == {}
-    assert planned(model.decoder).calls > 0
+    model, stock = chunked("AutoencoderKLWan", {"base_dim": 8})
+    decodes_as_stock(model, stock, frames=2)
+    assert calls_of_plans(model) == {"decoder": 2 * 3}
+    assert all(each.own == {} for each in sdfastgn.report(model).plans)
+
+
+@pytest.mark.slow
+@each_chunked
+def test_one_frame_is_one_plan_that_keeps_no_frames(kind, sizes):
+    """Of the decoder alone, a plan would return what each convolution keeps for the next frame."""
+    model, stock = chunked(kind, sizes)
+    decodes_as_stock(model, stock, frames=1)
+    (plan,) = vars(model)["_decode"].plans
+    assert len(plan.graph.output_node().args[0]) == 1
+    model.encode(noise(1, stock.config.get("in_channels", 3), 1, 8, 8))  # clears the lists too
+    decodes_as_stock(model, stock, frames=1)
+    (state,) = [each for each in sdfastgn.report(model).plans if each.calls and not each.path]
+    assert (state.calls, state.traces, state.own, state.last_change) == (6, 1, {}, "")
+
+
+def test_tiles_of_one_frame_have_plans_of_the_decoder():
+    model, stock = chunked("AutoencoderKLQwenImage", {"base_dim": 8})
+    for each in (model, stock):
+        each.enable_tiling(16, 16, 8, 8)
+    decodes_as_stock(model, stock, frames=1)
+    assert set(calls_of_plans(model)) == {"decoder"}
+    assert vars(model)["_decode"].own == {}
+
+
+def test_caches_that_outlive_one_frame_have_no_plan(monkeypatch):
+    """As if a release of diffusers cleared its lists only before a decode."""
+    model, stock = chunked("AutoencoderKLQwenImage", {"base_dim": 8})
+    clear = type(stock).clear_cache
+
+    def only_before(vae):
+        if vars(vae).get("_conv_idx") in (None, [0]):
+            clear(vae)
+
+    monkeypatch.setattr(type(stock), "clear_cache", only_before)
+    for each in (model, stock):
+        clear(each)
+    z = noise(1, 4, 1, 3, 4)
+    agree(model.decode(z).sample, stock.decode(z).sample, 5e-5)
+    (state,) = [each for each in sdfastgn.report(model).plans if not each.path]
+    assert state.plans == 0
+    assert "its forward leaves a tensor in the attribute _feat_map" in state.own
 
 
 @pytest.mark.slow

@@ -199,7 +199,7 @@ def capture_call(
         watch.factors.allocate(call.device)  # type: ignore[arg-type]
     versions, writes, graph = [buffer._version for buffer in buffers], watch.writes(), None
     try:
-        with backend.ordered(), frozen(), watch.factors.captured(), _without(module, scratch):
+        with backend.ordered(), frozen(), watch.factors.captured(), without_scratch(module, scratch):
             graph = kind(module, buffers, run, backend, watch)
             graph.left = left
     except Unsupported:
@@ -242,11 +242,11 @@ def _refuse_writes(watch: Watch, module: nn.Module, writes: list[int], is_argume
 
 
 @contextmanager
-def _without(module: nn.Module, scratch: frozenset[str]) -> Iterator[None]:
+def without_scratch(module: nn.Module, scratch: frozenset[str]) -> Iterator[None]:
     """A context that begins without the attributes ``scratch`` of ``module``. Its end restores them.
 
     So a forward that reads such an attribute before it sets it raises AttributeError. Raises Unsupported if
-    such an attribute holds a tensor at the end, because a replay would not set the attribute again.
+    such an attribute holds a tensor at the end, because a replay or a plan would not set it again.
     """
     attributes = vars(module)
     before = {name: attributes.pop(name) for name in scratch if name in attributes}
@@ -257,6 +257,8 @@ def _without(module: nn.Module, scratch: frozenset[str]) -> Iterator[None]:
             if any(isinstance(item, Tensor) for item in (items if isinstance(items, list) else (items,))):
                 raise Unsupported(f"its forward leaves a tensor in the attribute {name}")
     finally:
+        for name in scratch & attributes.keys():
+            del attributes[name]
         attributes.update(before)
 
 

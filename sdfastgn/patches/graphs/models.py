@@ -48,8 +48,8 @@ class Decoder(NamedTuple):
 
 # The decoders of Wan and Qwen-Image compute one frame of latents at a time. They keep the last frames of each
 # convolution's input in a list. The autoencoder's ``_decode`` makes this list and clears it, so calls of
-# ``_decode`` become graphs. These attributes of the autoencoder hold such a list for the decoder and one for
-# the encoder, their lengths, and an index into each.
+# ``_decode`` become graphs, and plans if they decode one frame. These attributes of the autoencoder hold such
+# a list for the decoder and one for the encoder, their lengths, and an index into each.
 _CACHES = frozenset(
     ("_conv_num", "_conv_idx", "_feat_map", "_enc_conv_num", "_enc_conv_idx", "_enc_feat_map")
 )
@@ -60,6 +60,9 @@ _CACHES = frozenset(
 _DECODERS = {
     "diffusers.models.autoencoders.autoencoder_kl_qwenimage.AutoencoderKLQwenImage": Decoder(
         768 * 768, "_decode", _CACHES
+    ),
+    "diffusers.models.autoencoders.autoencoder_kl_qwenimage21.AutoencoderKLQwenImage21": Decoder(
+        512 * 512, "_decode", _CACHES
     ),
     "diffusers.models.autoencoders.autoencoder_kl_wan.AutoencoderKLWan": Decoder(
         768 * 768, "_decode", _CACHES
@@ -215,12 +218,22 @@ def reason_for(module: Any, call: Call) -> str | None:
     decoder = _DECODERS.get(_class_name(module))
     if decoder is None:
         return None
-    if decoder.method != "forward" and getattr(module, "use_tiling", False):
+    if _has_tiles(module):
         return "tiling is enabled"
     z, scale = call.tensors[0], decoder.scale or module.spatial_compression_ratio
     if isinstance(z, Tensor) and z.dim() > 1 and z.numel() * scale**2 > decoder.most_pixels * z.shape[1]:
         return "the call is so large that the GPU takes longer than Python"
     return None
+
+
+def repeats_decoder(module: nn.Module, call: Call) -> bool:
+    """True if ``call`` of ``method_of(module)`` calls the decoder several times: for frames, or for tiles."""
+    z = call.tensors[0]
+    return _has_tiles(module) or not isinstance(z, Tensor) or z.dim() != 5 or z.shape[2] != 1
+
+
+def _has_tiles(module: nn.Module) -> bool:
+    return method_of(module) != "forward" and getattr(module, "use_tiling", False)
 
 
 def _class_name(module: nn.Module) -> str:

@@ -66,6 +66,16 @@ HUNYUAN_15 = {
 }
 
 
+QWEN_21 = {
+    "base_dim": 8,
+    "decoder_base_dim": 8,
+    "z_dim": 4,
+    "dim_mult": [1, 2, 2],
+    "num_res_blocks": 1,
+    "temperal_downsample": [False, True],
+}
+
+
 def family(name, settings, *shape):
     missing = not hasattr(diffusers, name)
     marks = pytest.mark.skipif(missing, reason=f"this diffusers has no {name}")
@@ -81,8 +91,9 @@ PLAIN = [
     family("AutoencoderKLHunyuanImage", HUNYUAN, 1, 4, 2, 3),
     family("AutoencoderKLLTXVideo", LTX, 1, 4, 2, 2, 3),
 ]
-# Without a test of their tiles. Cosmos has none.
+# Without a test of their tiles. Cosmos has none, and Qwen-Image 2.1 decodes only one frame.
 OTHERS = [
+    family("AutoencoderKLQwenImage21", QWEN_21, 1, 4, 1, 2, 3),
     family("AutoencoderKLCosmos", COSMOS, 1, 4, 2, 2, 3),
     family("AutoencoderKLHunyuanVideo", HUNYUAN_VIDEO, 1, 4, 1, 2, 3),
     family("AutoencoderKLHunyuanVideo15", HUNYUAN_15, 1, 4, 1, 2, 3),
@@ -154,6 +165,7 @@ def test_each_number_of_frames_has_its_graph(case):
 def test_the_caches_are_as_after_a_stock_call(case):
     vaes = twins(case)
     decodes(vaes, *case[2])
+    decodes(vaes, 1, 4, 3, 2, 3)  # a plan of one frame does not set them
     for name in models.scratch_of(vaes[0]):
         assert getattr(vaes[0], name) == getattr(vaes[1], name)
 
