@@ -14,6 +14,7 @@ SIZES = [
 each_layout = pytest.mark.parametrize("channels_last", [True, False], ids=["channels_last", "channels_first"])
 
 
+@pytest.mark.drawn(40)
 @each_layout
 @pytest.mark.parametrize(("N", "C", "HW"), SIZES)
 def test_rows_are_all_of_the_tensor(N, C, HW, channels_last):
@@ -32,6 +33,7 @@ def test_rows_are_all_of_the_tensor(N, C, HW, channels_last):
 MULTIPROCESSORS = sorted({gpu.multiprocessors for gpu in GPUS.values()})
 
 
+@pytest.mark.drawn(40)
 @each_layout
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(("N", "C", "HW"), SIZES)
@@ -62,6 +64,7 @@ def test_a_merge_fits_into_registers(partials, C):
     assert config.block_p * config.channels <= 512 * config.num_warps
 
 
+@pytest.mark.drawn(40)
 @each_layout
 @pytest.mark.parametrize(("N", "C", "HW"), [*SIZES, (3, 6, 113 * 113), (2, 3, 1009), (7, 30, 35 * 35)])
 def test_a_merge_counts_the_positions_of_every_chunk_right(N, C, HW, channels_last):

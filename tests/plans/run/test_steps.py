@@ -19,6 +19,7 @@ def close(found, expected, dtype):
         torch.testing.assert_close(y.double(), truth, atol=bound, rtol=bound)
 
 
+@pytest.mark.drawn(300)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", CASES)
