@@ -30,8 +30,9 @@ def test_figures_of_a_row():
 
 
 def _images(*images):
-    """Stands for the processes, which return these."""
-    return mock.patch.object(warm_up, "in_a_process", side_effect=[(ROW, image) for image in images])
+    """Stands for the processes, which return these, and for the one that only reads files from disk."""
+    results = [(None, np.zeros(())), *((ROW, image) for image in images)]
+    return mock.patch.object(warm_up, "in_a_process", side_effect=results)
 
 
 def test_ways_share_one_cache_that_is_empty_at_first():
@@ -39,7 +40,7 @@ def test_ways_share_one_cache_that_is_empty_at_first():
     with _images(image, image, image) as worker:
         rows = warm_up.run(CONFIG, 48)
     assert [row.variant for row in rows] == ["eager", "sdfastgn, cold cache", "sdfastgn, warm cache"]
-    assert [call.kwargs["optimize"] for call in worker.call_args_list] == [False, True, True]
+    assert [call.kwargs["optimize"] for call in worker.call_args_list] == [False, False, True, True]
     assert len({call.kwargs["triton_cache"] for call in worker.call_args_list}) == 1
     assert all(row.status == documents.OK for row in rows)
 
