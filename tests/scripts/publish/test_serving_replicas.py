@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import os
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -71,20 +74,62 @@ def test_missing_ray_is_named(
     assert "serving_replicas: Ray is not installed" in capsys.readouterr().err
 
 
+def test_the_load_lasts_from_before_the_kill_until_all_replicas_run_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+    asked_after_kill = threading.Event()
+
+    async def load(url: str, body: dict[str, Any], clients: int, seeds: Iterable[int]) -> Load:
+        taken = []
+        for seed in seeds:
+            seen.append("request")
+            if "kill" in seen:
+                asked_after_kill.set()
+            taken.append(float(seed + 1))
+            await asyncio.sleep(0.001)
+        return Load(taken, 2.0)
+
+    def running() -> int:
+        assert asked_after_kill.wait(10)
+        seen.append("look")
+        return 1 if seen.count("look") in (2, 3) else 2
+
+    monkeypatch.setattr(serving_replicas, "BEFORE_S", 0.02)
+    monkeypatch.setattr(serving_replicas, "load", load)
+    monkeypatch.setattr(serving_replicas, "running", running)
+    monkeypatch.setattr(serving_replicas, "process", lambda: 12)
+    monkeypatch.setattr(serving_replicas.os, "kill", lambda pid, signal: seen.append("kill"))
+    row = serving_replicas.killed("url", {}, replicas=2, clients=4)
+    assert seen[0] == "request"
+    assert (row.killed, row.lost, row.requests) == (True, 0, seen.count("request"))
+    assert row.back_s is not None
+    assert row.back_s > 0
+    assert seen.count("look") == 4  # two until one is missing, two until it is back
+
+
 @pytest.mark.slow
-def test_no_request_is_lost_with_a_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray.serve", reason="needs Ray, which make test-serve installs")
+    found = []
+    process = serving_replicas.process
+    deploy = serving_replicas.deploy
+
+    def deploy_and_look(*options: Any) -> None:
+        deploy(*options)
+        found.append(process())
+
+    monkeypatch.setattr(serving_replicas, "deploy", deploy_and_look)
     path = tmp_path / "replicas.json"
-    options = ("--requests", "8", "--json", str(path))
+    options = ("--replicas", "1", "--requests", "8", "--json", str(path))
     assert exit_code_of(monkeypatch, serving_replicas.serving_replicas, *TINY, *options) == 0
-    *rows, killed = json.loads(path.read_text())["rows"]
-    assert [(row["replicas"], row["clients"]) for row in rows] == [(1, 4), (1, 16), (2, 4), (2, 16)]
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["replicas"], row["clients"]) for row in rows] == [(1, 4), (1, 16)]
     assert {(row["requests"], row["lost"], row["killed"]) for row in rows} == {(8, 0, False)}
     for row in rows:
         assert 0 < row["p50_s"] <= row["p99_s"]
-    assert (killed["replicas"], killed["killed"], killed["lost"]) == (2, True, 0)
-    assert killed["requests"] > 0
-    assert killed["back_s"] > 0
+    (pid,) = found
+    assert pid != os.getpid()
 
 
 def test_the_table_has_a_line_for_each_load_and_one_for_the_killed_replica(tmp_path: Path) -> None:
