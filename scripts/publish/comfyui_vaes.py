@@ -1,4 +1,4 @@
-"""Time decodes of ComfyUI's autoencoders for videos, stock and with sdfastgn.
+"""Time decodes of ComfyUI's autoencoders, stock and with sdfastgn.
 
 python -m scripts.publish.comfyui_vaes build/ComfyUI --json benchmarks/by_hand/comfyui_vaes.json
 
@@ -72,10 +72,27 @@ def _hunyuan_video_15() -> nn.Module:
     )
 
 
+def _seedvr2() -> nn.Module:
+    from comfy.ldm.seedvr.vae import VideoAutoencoderKLWrapper
+
+    return VideoAutoencoderKLWrapper()
+
+
+def _sd15() -> nn.Module:
+    from comfy.ldm.models.autoencoder import AutoencoderKL
+
+    sizes = {
+        "double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
+        "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
+    }  # fmt: skip
+    return AutoencoderKL(ddconfig=sizes, embed_dim=4)
+
+
 class Decode(NamedTuple):
     """A decode that is timed. ``build``: makes the autoencoder. ``latent``: the latent's shape.
 
-    The shape is (1, channels, latent frames, H / scale, W / scale) for a video of H x W pixels.
+    The shape is (1, channels, latent frames, H / scale, W / scale) for a video of H x W pixels, and
+    (1, channels, H / 8, W / 8) for an image.
     """
 
     label: str
@@ -89,6 +106,8 @@ DECODES = (
     Decode("Wan 2.2, 17 x 704 x 1280", _wan_22, (1, 48, 5, 44, 80)),
     Decode("HunyuanVideo, 17 x 480 x 832", _hunyuan_video, (1, 16, 5, 60, 104)),
     Decode("HunyuanVideo 1.5, 17 x 480 x 832", _hunyuan_video_15, (1, 32, 5, 30, 52)),
+    Decode("SeedVR2, 17 x 480 x 832", _seedvr2, (1, 16, 5, 60, 104)),
+    Decode("SD1.5, 512²", _sd15, (1, 4, 64, 64)),
 )
 
 

@@ -15,7 +15,15 @@ from typing import Any
 
 # Packages that ComfyUI imports, but that are only needed for models and nodes that are not used here. They
 # are often not installed, because most of them must be built for the installed version of torch.
-_NOT_NEEDED = ("av", "kornia", "spandrel", "torchaudio", "torchvision")
+_NOT_NEEDED = ("av", "kornia", "spandrel", "torchaudio", "torchsde", "torchvision")
+
+
+class _EmptyClass(type):
+    """The type of empty classes. Every public attribute of such a class is None."""
+
+    def __getattr__(cls, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 class _Empty(types.ModuleType):
@@ -27,7 +35,7 @@ class _Empty(types.ModuleType):
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {})
+        return _EmptyClass(name, (), {})
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
