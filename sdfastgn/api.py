@@ -168,7 +168,7 @@ class Optimized(Generic[T]):
     def __init__(self, obj: T, options: Options) -> None:
         self._obj = obj
         self._options = options
-        # What ``_optimize`` has returned, for each block that has begun.
+        # What ``_optimize`` has returned for each ``with`` block that runs now.
         self._blocks: list[tuple[list[Found], WeakSet[nn.Module]]] = []
 
     def __enter__(self) -> T:
@@ -191,7 +191,7 @@ class Optimized(Generic[T]):
             _warn(_left_over("optimized", left))
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Decorate a function: each of its calls is a block of its own."""
+        """Decorate a function: each of its calls runs in a ``with`` block."""
         if len(args) != 1 or options or not callable(args[0]):
             raise TypeError(f"sdfastgn.optimized: what it returns cannot be called; {_ONLY_A_BLOCK}")
         function = args[0]

@@ -65,7 +65,7 @@ class Adapters:
         return scale
 
     def refresh(self, factor: float) -> None:
-        """Bring all merged weights up to date. ``factor``: for all scales. Raises Unmerged."""
+        """Bring all merged weights up to date, with all scales multiplied by ``factor``. Raises Unmerged."""
         if not self.survey.refresh(factor):
             raise Unmerged(self.survey.reason)
 

@@ -307,7 +307,7 @@ class PlannedForward(MethodEntry):
 
     @contextmanager
     def knowing(self, call: Call) -> Iterator[None]:
-        """A context for a capture of ``call`` with copies of its tensors. The masks count as the call's."""
+        """A context for a capture of ``call`` with copies of its tensors, whose masks need not be counted."""
         made = self._with_masks(call)
         known = None
         if made is not None and made.masks is not None:

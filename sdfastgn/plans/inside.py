@@ -20,7 +20,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def plan_inside(root: nn.Module, make: Callable[[nn.Module, bool], MethodEntry]) -> None:
-    """Give the largest modules in ``root`` without a boundary inside an entry with plans.
+    """Give each of the largest modules in ``root`` that have no boundary inside an entry with plans.
 
     ``make(module, replaces_entry)`` makes the entry.
     """

@@ -22,7 +22,7 @@ _NEUTRAL = frozenset(("PUSH_NULL", "CACHE", "EXTENDED_ARG", "NOP", "PRECALL"))
 
 
 class Item(NamedTuple):
-    """The entry ``key`` of a dict, such as ``["up"]``, as a part of a chain (``Names.chains``)."""
+    """A part of a chain (``Names.chains``) that reads the entry ``key`` of a dict, as ``["up"]`` does."""
 
     key: Any
 
@@ -31,7 +31,8 @@ class Names(NamedTuple):
     """What a code object names.
 
     Attributes:
-        chains: a global or a variable of a closure, and what is read from it, as in ``("F", "interpolate")``.
+        chains: tuples. Each begins with the name of a global or of a variable of a closure. The attributes
+            (as text) and entries (``Item``) that are read from it follow, as in ``("F", "interpolate")``.
         attributes: the names of all attributes that it reads, of any object.
         stored: the globals and the variables of closures that it sets, such as counters.
     """

@@ -1,7 +1,7 @@
 """Which models have matrix products in E4M3 (``optimize(..., precision="fp8")``), and what changes them.
 
 ``product.py`` explains products. This file gives models their products and takes them away, finds the
-product of a module, and describes products for the report. It also follows what happens to a model:
+product of a module, and describes products for the report. It also reacts to changes of a model:
 
 - If ``.to()`` or a similar method moves a weight, the weight's copy in E4M3 is freed (``_Moves``). The copy
   is made again once the weight is on the GPU again.
@@ -173,7 +173,7 @@ def allow(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]])
 
 
 def _set(model: nn.Module, own: Products, owners: Iterable[nn.Module]) -> None:
-    """Enter ``own`` as the products of ``model``. Follows the moves of ``owners``, the products' owners."""
+    """Enter ``own`` as the products of ``model``, and begin to notice moves of ``owners``, their owners."""
     global _hook
     if _hook is None:
         _hook = register_module_module_registration_hook(_put_into)

@@ -114,13 +114,13 @@ class Held:
 
 
 class _Computed:
-    """Base class of the layers. A layer keeps no map: each call of ``rows`` computes rows of its result.
+    """Base class of the layers of a chain. A layer stores no map: ``rows`` computes rows of its result.
 
     Attributes:
         source: the layer or ``Held`` whose map this layer reads.
         anchor: the ``Held`` from which the chain of layers starts.
         shape: (C, H, W) of the result.
-        row_bytes: bytes of the widest map in the chain that belong to one row of the result.
+        row_bytes: one row of the result needs this many bytes of the widest map in the chain.
         moments: None, because the mean and variance of the result are not known.
     """
 

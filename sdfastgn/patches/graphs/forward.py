@@ -534,7 +534,7 @@ class GraphedForward(MethodEntry):
         return self._policy.is_warm(key)
 
     def _knowing(self, current: _Current) -> Any:
-        """A context for calls with copies of the arguments. The masks of the copies count as the call's."""
+        """A context for calls with copies of the arguments, whose masks are known from the originals."""
         return current.forward.knowing(current.call) if self._needs_plan else contextlib.nullcontext()
 
     def _make_room(self) -> None:

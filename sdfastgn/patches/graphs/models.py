@@ -53,10 +53,9 @@ class Decoder(NamedTuple):
 _CACHES = frozenset(
     ("_conv_num", "_conv_idx", "_feat_map", "_enc_conv_num", "_enc_conv_idx", "_enc_feat_map")
 )
-# Full name of the class -> its description. Python takes equally long for frames of any size, while the GPU
-# takes longer for larger frames. In a call with ``most_pixels``, Python and the GPU take about 10 ms each on
-# an H100 (estimated from docs/benchmarks.md, "Video"). A graph of a larger call would save little time and
-# hold gigabytes.
+# Full name of a decoder's class -> its ``Decoder``. Python takes equally long for frames of any size, while
+# the GPU takes longer for larger frames. At ``most_pixels`` both take about 10 ms on an H100 (estimated from
+# docs/benchmarks.md, "Video"). A graph of a larger call would save little time and hold gigabytes.
 _DECODERS = {
     "diffusers.models.autoencoders.autoencoder_kl_qwenimage.AutoencoderKLQwenImage": Decoder(
         768 * 768, "_decode", _CACHES

@@ -32,8 +32,8 @@ _SHORT_LIFE = 3
 # before one is captured (in the modes "auto" and "training"). For SDXL's UNet on an H100, a capture took
 # 132 ms, and each replay saved 23 ms. So images of few steps have no graph.
 _CALLS_AFTER_MOVE = 6
-# Number of calls that run eagerly in the longest pause after changes of the model, and in the first pause
-# after memory was short.
+# Number of calls in a *pause*, in which no call is captured: in the longest pause after changes of the model,
+# and in the first pause after memory was short.
 _MAX_PAUSE = 256
 
 

@@ -196,7 +196,7 @@ class AdapterSurvey:
         )
 
     def _has_same_values(self) -> bool:
-        """``_has_same_objects``, and all contents are the same. Waits for the GPU."""
+        """True if ``_has_same_objects`` is true and no tensor has other values. Waits for the GPU."""
         return (
             self._has_same_objects()
             and self._contents is not None
@@ -204,7 +204,7 @@ class AdapterSurvey:
         )
 
     def _note(self) -> None:
-        """If the contents of tensors are new, note them, and mark all merged weights as outdated."""
+        """If a tensor has new values, mark all merged weights as outdated, and note the new contents."""
         # Adapters that are not active may be in main memory (``set_lora_device``).
         self._compared = [tensor for tensor in self._tensors if tensor.device in self._devices]
         has_contents = self._contents is not None and self._contents.are_of(self._compared)
@@ -383,7 +383,7 @@ class AdapterSurvey:
         ]
 
     def _objects_now(self) -> list[Any]:
-        """Everything else from which the merged weights are computed: layers, tensors and hooks."""
+        """Types, ids, addresses and versions of the layers, tensors and hooks behind the merged weights."""
         return [
             list(map(type, self._running)),
             list(map(id, chain.from_iterable(map(dict.values, self._children)))),

@@ -37,10 +37,10 @@ class Calls:
         self._runs: Counter[int] = Counter()
 
     def begins(self, part: object) -> bool:
-        """True if ``part``, which runs now, is the first part that a call of the model runs.
+        """True if a call of the model begins with ``part``, which runs now.
 
-        It is the part with which the last call began. Most calls run the same parts, but a call may look for
-        another part several times.
+        Most calls begin with the same part, so a call begins when the first part of the last call runs again.
+        If this part does not run, a call begins when another part runs more than ``_MOST_RUNS`` times.
         """
         key = id(part)
         is_first = not self._runs or key == self._first or self._runs[key] == _MOST_RUNS

@@ -1,23 +1,23 @@
 """Gives a wrapper a *stand-in*: one plain layer, whose *merged weight* is W + the sum of scale * B @ A.
 
 ``wrappers.py`` says what a wrapper is. A stand-in is an ``nn.Linear`` or ``nn.Conv2d`` with separate memory.
-Fused code gets the stand-in from ``plain_layer``, and the wrapper's own ``forward`` also runs it. The model's
-parameters are never changed.
+Fused code gets the stand-in from ``plain_layer``. The model's parameters are never changed.
 
-``adopt`` gives a wrapper its stand-in, and a class of ``peft_layers.py``. Each call checks whether the merged
-weight is up to date. It compares the active adapters, their scales, and the identity, address and version of
-each tensor with their values when the weight was computed. PyTorch does not count all writes in the version,
-so the contents of the tensors are compared too (``contents.py``). If anything differs, the merged weight is
-computed again into the same memory. So a CUDA graph that reads this memory stays valid.
+``adopt`` gives a wrapper its stand-in, and changes the wrapper's class to one of ``peft_layers.py``, whose
+``forward`` runs the stand-in. Each call checks whether the merged weight is up to date. It compares the
+active adapters, their scales, and the identity, address and version of each tensor with those from which the
+weight was computed. PyTorch does not count all writes in the version, so the contents of the tensors are
+compared too (``contents.py``). If anything differs, the merged weight is computed again into the same memory.
+So a CUDA graph that reads this memory stays valid.
 
 - Calls without graphs compare layer by layer (``merged_layer``). At the first layer of each call of the
   model, the contents of all layers are compared (``_group_of``).
 - When a graph or a plan runs, an ``AdapterSurvey`` compares all layers of a model at once, in loops that run
   in C. If the graph has read old weights, it runs again.
 
-With gradients nothing is merged (``trained_adapters.py``). peft's own code runs under a compiler, in traces,
-where no kernels run, if merging is forbidden (``allow``) or memory is too short for it, and for every layer
-for which ``source_of`` returns a reason, such as other code's hooks, dropout or DoRA.
+With gradients nothing is merged (``trained_adapters.py``). A layer runs peft's own code in these cases: under
+a compiler, in a trace, where no kernels run, if merging is forbidden (``allow``), if memory is too short for
+it, and if ``source_of`` returns a reason, such as other code's hooks, dropout or DoRA.
 """
 
 from __future__ import annotations
@@ -99,9 +99,10 @@ class _Siblings:
         self.batches: list[tuple[Contents, list[Record]]] = []
 
     def compare(self) -> None:
-        """Compare the contents of all sources. Merged weights of other contents are outdated from now on.
+        """Compare the contents of all sources. Mark merged weights of sources that changed as outdated.
 
-        Weights whose contents are not known here are outdated too: an ``AdapterSurvey`` has written them.
+        Do the same with merged weights that an ``AdapterSurvey`` has written, because the contents of their
+        sources are not known here.
         """
         batches, self.batches = self.batches, []
         for contents, written in batches:

@@ -15,8 +15,8 @@ from sdfastgn.patches.swap.fusion import is_unhooked
 from sdfastgn.patches.swap.hooks import LAYOUT_HOOKS
 from sdfastgn.patches.swap.numpy_numbers import is_numpy_real
 
-# Settings of a convolution. The adapter's first convolution (A), and the stand-in that runs with merged
-# weights, must have the same settings as the wrapped convolution.
+# The settings that must be equal in the wrapped convolution, in the adapter's first convolution (A), and in
+# the stand-in: the convolution that has the merged weights (``merging.py``).
 OF_CONV = ("stride", "padding", "dilation", "groups", "padding_mode")
 
 

@@ -1,8 +1,8 @@
-"""Follows the moves of a module: ``Moves`` replaces its method ``_apply``.
+"""Notices when a module moves to another device or dtype: ``Moves`` replaces its method ``_apply``.
 
 ``.to()``, ``.half()`` and similar methods call ``_apply`` to move or convert a module's tensors. ``Moves``
-does this faster if the module is an offloaded model (``offloaded.py``). It also tells CUDA graphs and plans
-in the module of each move.
+does this faster if the module is an offloaded model (``offloaded.py``). It also tells the module's CUDA
+graphs and plans about each move.
 """
 
 from __future__ import annotations

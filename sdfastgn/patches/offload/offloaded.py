@@ -35,8 +35,8 @@ from sdfastgn.kernels.common.private import is_alone, refers_to
 from sdfastgn.patches.offload.staged_copy import StagedCopy
 from sdfastgn.patches.swap.class_forward import is_offloaded_whole
 
-# Smallest weight, in bytes, that is staged, and whose memory is kept. For a smaller one, a checksum takes as
-# long as a copy.
+# Size in bytes of the smallest weight that ``StagedCopy`` copies, and whose main memory is kept while its
+# model is on the GPU. For a smaller weight, a checksum takes as long as a copy.
 _MIN_BYTES = 2**20
 # For ``checksums``, a weight's size must be a multiple of _WORD bytes, and its address of _ALIGNMENT.
 _WORD = 8

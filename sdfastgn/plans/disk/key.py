@@ -52,7 +52,7 @@ def key_of(module: nn.Module, call: Any, device: torch.device, guard: Guard) -> 
 
 
 class _Model(Description):
-    """A description. Of a module it has only the parts on which the module's calls depend."""
+    """A ``Description`` that has only those parts of a module on which the module's calls depend."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Norms of tokens with a modulation, gated sums before them, and RMS norms: ``steps.ada_norm``.
 
-Tokens are (B, S, D). What is looked for, with each part but one optional:
+Tokens are (B, S, D). The rules look for this pattern, in which every part but one may be missing:
 
     total = x + gate * rms_norm(branch)
     y = norm(total) * gain * factor + offset
@@ -8,7 +8,7 @@ Tokens are (B, S, D). What is looked for, with each part but one optional:
 If the branch is a product to which PyTorch would add the bias in a second pass, the step adds the bias.
 
 Gate, factor and offset are (B, S, D), or have one element along B or S. The step computes in fp32 and rounds
-each result once. So casts between its parts count only if they round to fewer bits than the result has.
+each result once. So a cast in the pattern is dropped, unless it rounds to fewer bits than the result has.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _gated_sum(r: Rewriter, n: Node) -> bool:
 
 
 def _step(r: Rewriter, total: _Sum | None, found: _Modulated | None) -> Node:
-    """The step for a sum, a norm, or both. Its last argument is set at the end of the pass."""
+    """The step for a sum, a norm, or both. The end of the pass sets its last argument: is the sum read?"""
     x: Any = found.norm.x if total is None and found is not None else None
     branch = gate = branch_norm = norm = factor = offset = None
     has_tanh = adds_one = False
@@ -164,7 +164,7 @@ def _as_rows(r: Rewriter, t: Node | None) -> Node | None:
 
 
 def _modulated(n: Node) -> _Modulated | None:
-    """The norm, factor and offset if n is norm(x) * gain * factor + offset, of x in the dtype of n."""
+    """The norm, factor and offset if n is norm(x) * gain * factor + offset, and x has the dtype of n."""
     for a, offset in _operands(n, aten.add.Tensor, n):
         for b, factor in _operands(a, aten.mul.Tensor, n):
             for c, gain in _operands(b, aten.mul.Tensor, n):
@@ -178,7 +178,7 @@ def _modulated(n: Node) -> _Modulated | None:
 
 
 def _sum(n: Node) -> _Sum | None:
-    """The parts of n if n is x + gate * branch, or x + branch, of x and branch in the dtype of n."""
+    """The parts of n if n is x + gate * branch or x + branch, and x and branch have the dtype of n."""
     plain = None
     for x, added in _summands(n):
         for b, gate in _operands(added, aten.mul.Tensor, n):
@@ -208,7 +208,7 @@ def _summands(n: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _operands(n: Node, op: Any, root: Node) -> Iterator[tuple[Node, Node | None]]:
-    """(n, None), and if n calls ``op``: (the operand of the shape of ``root``, one that modulates it)."""
+    """Yields (n, None). If n calls ``op``, also (operand of the shape of ``root``, its modulation)."""
     n = uncast(n, root)
     yield n, None
     for a, b in operands(n) if has(n, op) else ():
@@ -228,7 +228,7 @@ def _modulates(t: Node, root: Node) -> bool:
 
 
 def _norm(n: Node, root: Node) -> _Norm | None:
-    """The norm whose result is n: of rows of tokens, with the shape and dtype of ``root``. Else None."""
+    """The norm that computes n, if its input has the shape and dtype of ``root``. Else None."""
     n = uncast(n, root)
     found = _norm_at(n)
     x = None if found is None else in_dtype(found.x, root)
@@ -248,12 +248,12 @@ def _norm_at(n: Node) -> _Norm | None:
 
 
 def in_dtype(n: Node, root: Node) -> Node | None:
-    """n before casts that change no number, in the dtype of ``root``; None if there is no such value."""
+    """n, or the value from which n was cast without rounding, if it has the dtype of ``root``. Else None."""
     return next((v for v in (widened(n), n) if dtype(v) == dtype(root)), None)
 
 
 def uncast(n: Any, root: Node) -> Any:
-    """n before its casts to dtypes that are at least as wide as ``root``'s."""
+    """n without its casts to dtypes that are at least as wide as ``root``'s."""
     while has(n, steps.cast) and dtype(n.args[0]).is_floating_point:
         if torch.promote_types(dtype(n), dtype(root)) != dtype(n):
             break

@@ -1,4 +1,4 @@
-"""Concatenations and paddings in their simplest form."""
+"""Rules for concatenations (``cat``) and pads: each replaces one by a simpler step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def cat(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
-    """``aten.cat`` -> ``steps.cat``, or what computes the same without joining parts."""
+    """``aten.cat`` -> a step that computes the same without joining parts, or else ``steps.cat``."""
     parts = [p for p in parts if math.prod(shape(p))]
     if not parts or any(dtype(p) != dtype(n) for p in parts):
         return None
@@ -31,19 +31,19 @@ def cat(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
 
 
 def _all_of_one(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
-    """All parts of one tensor, in order -> that tensor."""
+    """A cat of all parts of one tensor, in order -> that tensor."""
     return _joined([_uncopied(p) for p in parts], dim)
 
 
 def _moved_parts(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
-    """All parts of one tensor, in order, side by side along another axis -> views of that tensor."""
+    """A tensor cut along one axis, and a cat of its parts along another axis -> views of the tensor."""
     cuts: list[Any] = [_unshaped(p) for p in parts]
     whole, count = _joined(cuts, cuts[0].args[1]) if has(cuts[0], steps.cut) else None, len(cuts)
     if whole is None or any(shape(p) != shape(parts[0]) for p in parts):
         return None
     axis, length = cuts[0].args[1], cuts[0].args[3]
     before = math.prod(shape(n)[:dim])
-    # The index of the axis of a part that the parts are put before, where a reshape leaves one there.
+    # The parts are joined before this axis of a cut. None if the reshape of the cuts has no such axis.
     at = next((i for i in range(rank(whole) + 1) if math.prod(shape(cuts[0])[:i]) == before), None)
     if at is None:
         return None
@@ -53,7 +53,7 @@ def _moved_parts(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node 
 
 
 def _repeated_frames(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
-    """The first frame of a video, several times, the video, and its last frame -> a replicating pad."""
+    """Copies of a video's first frame, the video, copies of its last frame -> a replicating pad."""
     if rank(n) != 5 or dim != 2:
         return None
     for i, x in enumerate(parts):
@@ -82,7 +82,7 @@ def _zeros_around(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node
 
 
 def _padded_parts(r: Rewriter, n: Node, parts: Sequence[Any], dim: int) -> Node | None:
-    """Parts with the same pads along the other axes -> one pad of the parts without them."""
+    """Parts with the same pads along all axes but ``dim`` -> a cat without these pads, padded once."""
     if not all(has(p, steps.pad) and is_only(p) and p.args[2:] == parts[0].args[2:] for p in parts):
         return None
     at = 2 * (rank(n) - 1 - dim)  # the index of the pad before the first element along ``dim``
@@ -101,7 +101,7 @@ def _padded_parts(r: Rewriter, n: Node, parts: Sequence[Any], dim: int) -> Node 
 
 
 def _first_frame_once(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
-    """The first frame upsampled in 2-D, then the others in 3-D -> one upsampling with ``first_once``."""
+    """A cat of the first frame upsampled in 2-D and the others in 3-D -> one upsampling: ``first_once``."""
     if rank(n) != 5 or dim != 2 or len(parts) != 2:
         return None
     first: Any = _unshaped(parts[0])
@@ -136,14 +136,14 @@ _RULES: tuple[Callable[[Rewriter, Node, Sequence[Node], int], Node | None], ...]
 
 
 def padded(r: Rewriter, n: Node, x: Any, pads: Sequence[int], mode: str, value: float) -> Node:
-    """x with these pads, as ``n``. A pad of a pad with the same values is one pad."""
+    """A pad of x, with the shape and dtype of ``n``. If x is a pad with the same values, both become one."""
     while has(x, steps.pad) and mode == x.args[2] != "reflect" and value == x.args[3]:
         x, pads = x.args[0], [a + b for a, b in zip(pads, x.args[1], strict=True)]
     return r.like(steps.pad, (x, tuple(pads), mode, value), n)
 
 
 def padded_part(r: Rewriter, n: Node, cut: Any) -> Node | None:
-    """``cut``, a part of a padded tensor -> a part of the tensor, with the pads that are in ``cut``."""
+    """``cut``, a part of a padded tensor -> a part of the unpadded tensor, with the pads inside ``cut``."""
     source, dim, start, length = cut.args
     if not has(source, steps.pad) or dim < 2:
         return None
@@ -169,7 +169,7 @@ def unpadded(x: Any, sizes: Sequence[int]) -> Any:
 
 
 def _joined(parts: Sequence[Any], dim: int) -> Any:
-    """The tensor whose parts along ``dim``, in order, are ``parts``. None if there is none."""
+    """The tensor that was cut along ``dim`` into ``parts``, in this order. None if there is none."""
     end = 0
     for p in parts:
         if not has(p, steps.cut) or p.args[0] is not parts[0].args[0] or p.args[1:3] != (dim, end):
@@ -192,7 +192,7 @@ def _unshaped(n: Any) -> Any:
 
 
 def _frame_of(part: Any, x: Any) -> int | None:
-    """The index of the frame of x that ``part`` is, once or several times."""
+    """The index of the frame of x that ``part`` holds, once or repeated. None for any other part."""
     while has(part, steps.expand, steps.copy):
         part = part.args[0]
     if part is x and shape(x)[2] == 1:

@@ -188,7 +188,7 @@ def scaled(r: Rewriter, n: Any) -> Node | None:
 
 
 def without_unread_pad(r: Rewriter, n: Any) -> Node | None:
-    """``gathered`` after a pad that is in no whole cell -> ``gathered`` without the pad."""
+    """``gathered`` of a padded x, where no whole cell contains the pad -> ``gathered`` without the pad."""
     padded, filters, scale = n.args
     x = unpadded(padded, [m * k for m, k in zip(shape(n)[2:], shape(filters)[2:], strict=True)])
     return None if x is padded else r.like(gathered, (x, filters, scale), n)

@@ -82,7 +82,7 @@ def _fits(n: Node, weights: set[Node]) -> bool:
 
 
 def _rows(x: Node, products: list[Node]) -> tuple[Any, ...]:
-    """The arguments of ``quantize_rows``. It also computes x if it can, and x has no other readers."""
+    """The arguments of ``quantize_rows`` for x. If possible they make it compute x too, from other values."""
     if not all(reader in products for reader in x.users):
         return (x,)
     if has(x, steps.cat) and x.args[1] == rank(x) - 1 and len(x.args[0]) == 2:

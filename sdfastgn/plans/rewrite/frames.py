@@ -1,7 +1,7 @@
 """What a convolution of frames reads: pads, a cache, upsampling and a norm, in one ``steps.frames``.
 
-Upstream keeps the last frames of a chunk of a video for the next chunk (the cache). These are the second
-result of ``steps.frames``.
+Upstream decodes a video in chunks. It keeps the last frames of a chunk (*kept frames*), and puts them before
+the next chunk, as its *cache*. The kept frames are the second result of ``steps.frames``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ONCE = (1, 1, 1)
 
 
 class Kept(NamedTuple):
-    """The last ``length`` padded frames: the value of ``reader``, or its argument ``whole``."""
+    """Kept frames: the last ``length`` frames. ``reader`` cuts them out, or reads all of ``whole``."""
 
     reader: Node
     length: int
@@ -80,7 +80,7 @@ class Source(NamedTuple):
 
 
 def in_one(r: Rewriter, n: Any) -> Node | None:
-    """Convolutions of successive parts of a video, and a cat of the results -> one convolution."""
+    """A cat of convolutions of successive parts of a video -> one convolution."""
     parts, axis = n.args
     if rank(n) != 5 or axis != 2 or not all(has(p, steps.conv) and is_only(p) for p in parts):
         return None
@@ -99,7 +99,7 @@ def in_one(r: Rewriter, n: Any) -> Node | None:
 
 
 def last_slice(r: Rewriter, n: Any) -> Node | None:
-    """A convolution of one frame, padded with zero frames -> one with the last time slice of its weight."""
+    """A convolution of frames of zeros and one frame -> one with only the last time slice of its weight."""
     x, weight, bias, stride, padding, dilation, _, _, groups = n.args
     if rank(n) != 5 or bias is not None or padding[0]:
         return None
@@ -119,7 +119,7 @@ def last_slice(r: Rewriter, n: Any) -> Node | None:
 
 
 def in_frames(r: Rewriter, n: Any) -> Node | None:
-    """A norm, upsampling, a cat with a cache and pads before a convolution -> one ``steps.frames``."""
+    """Pads, a cache or upsampling before a convolution, and a norm before these -> one ``steps.frames``."""
     _, weight, bias, stride, padding, dilation, _, _, groups = n.args
     source = source_of(n) if rank(n) == 5 and bias is None else None
     if source is None or not source.is_changed:
@@ -133,7 +133,7 @@ def in_frames(r: Rewriter, n: Any) -> Node | None:
 
 
 def upsampled_in_frames(r: Rewriter, n: Any) -> Node | None:
-    """A norm of a video and upsampling, not before a convolution of frames -> one ``steps.frames``."""
+    """Upsampling of a video that no convolution of frames reads, and a norm before it -> ``steps.frames``."""
     if rank(n) != 5 or not has_kernels(n):
         return None
     source = _upsampling(Source(n, n))
@@ -141,7 +141,7 @@ def upsampled_in_frames(r: Rewriter, n: Any) -> Node | None:
 
 
 def padded_for_all(r: Rewriter, n: Any) -> Node | None:
-    """Frames that are read both with and without pads along time -> padded frames, and a part of them."""
+    """Frames that are read with and without pads along time -> padded frames, and a cut without the pads."""
     x, *how = n.args
     inner: Any = x.args[0] if has(x, operator.getitem) else None
     if not has(inner, steps.frames) or not _only_pads(how) or shape(x)[0] != 1:
@@ -180,7 +180,7 @@ def _frames(r: Rewriter, source: Source, window: int = 1) -> Node:
 
 
 def image_in_frames(r: Rewriter, n: Any) -> Node | None:
-    """A norm of an image, and a pad with copies of its elements -> ``steps.frames`` of one frame."""
+    """A replicating or reflecting pad of an image, and a norm before it -> ``steps.frames`` of one frame."""
     x, bias = n.args[0], n.args[2]
     if rank(n) != 4 or bias is not None or not has(x, steps.pad) or not is_only(x) or x.args[2] == "constant":
         return None
@@ -201,9 +201,9 @@ def image_in_frames(r: Rewriter, n: Any) -> Node | None:
 
 
 def source_of(n: Any) -> Source:
-    """Takes pads, and a cat or upsampling below them, from the input of the convolution ``n``.
+    """The input of the convolution ``n``, without its pads and without the cat or upsampling before them.
 
-    It takes them as far as only the convolution needs them, apart from kept frames.
+    A pad, cat or upsampling stays if other nodes read more of its result than kept frames.
     """
     source = Source(n.args[0], n)
     while (inner := _without_pad(source)) is not None:
@@ -290,9 +290,10 @@ def _kept_of(source: Source) -> tuple[Kept, ...] | None:
 
 
 def _kept_by(u: Any, source: Source) -> Kept | None:
-    """``u``, if it is the last frames of x, or the last frames of the cache and x, or has x as its cache.
+    """The kept frames that ``u`` takes from x. None if it takes anything else.
 
-    Or if it is the call's result, which has all of x.
+    These are the last frames of x, or of the cache and x. They are all of x if ``u`` puts x before another
+    chunk, or if ``u`` is the output of the graph.
     """
     x, cache = source.x, source.cache
     if u.op == "output" and source.is_changed:

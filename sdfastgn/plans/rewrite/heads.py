@@ -68,7 +68,7 @@ def _normalized(r: Rewriter, n: Node) -> Node | None:
 
 
 def _rotated(r: Rewriter, n: Node) -> Node | None:
-    """A norm and the rotary embedding after it -> one step. Of joined heads, each part is rotated alone."""
+    """A norm and the rotary embedding after it -> one step, or one for each part of joined heads."""
     own = _Part(*n.args)
     found = _part(r, own.x)
     found = own if found.cos is not None else own._replace(x=found.x).after(found)
@@ -76,7 +76,7 @@ def _rotated(r: Rewriter, n: Node) -> Node | None:
 
 
 def _tokens_first(r: Rewriter, n: Node, found: _Part) -> Node:
-    """The node that computes ``found``, which is what n computes.
+    """A node that computes ``found``, the norm and rotation whose result is n.
 
     If x is a view (B, H, S, D) of a tensor (B, S, H, D), it is computed in the order of the tensor. Then the
     heads of a token lie side by side, also in the result of attention.

@@ -58,7 +58,7 @@ def samples_of(mask: Node) -> int:
 
 
 def _has_samples_of_mask(n: Node) -> bool:
-    """True if the mask of attention ``n`` is for all its samples, or has one for each."""
+    """True if the attention ``n`` has one mask for all samples, or one mask for each sample."""
     q, k, v, mask, *_ = n.args
     samples = samples_of(mask)
     return samples == 1 or all(rank(t) == 4 and shape(t)[0] == samples for t in (q, k, v))
@@ -88,11 +88,11 @@ def computed(
 
 
 def keys_seen(mask: Tensor) -> Tensor:
-    """How many keys all queries of a sample see, if they are the first ones. Else -1. One number a sample.
+    """For each sample the number of keys that its queries see, if each sees just the first ones. Else -1.
 
     ``mask`` (N, H, S, K), or of fewer axes for all samples: bool, True for a key that is seen; or a bias that
-    is added to the scores. A query that sees no key is no case of this, because what attention gives for it
-    depends on the kernel.
+    is added to the scores. The number is -1 if a query sees no key, because then the result depends on the
+    attention kernel.
     """
     rows = mask.reshape(len(mask) if mask.dim() == 4 else 1, -1, mask.shape[-1])
     first = rows[..., :1]

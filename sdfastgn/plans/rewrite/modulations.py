@@ -18,7 +18,13 @@ aten = torch.ops.aten
 
 
 class Upsampled(NamedTuple):
-    """``steps.upsample(small, times, first_once)``."""
+    """The arguments of ``steps.upsample``.
+
+    Attributes:
+        small: the tensor that is upsampled.
+        times: for each spatial axis how often an element is repeated.
+        first_once: True if frame 0 is not repeated along time.
+    """
 
     small: Node
     times: tuple[int, ...]
@@ -64,7 +70,7 @@ def _modulated(
     N, C, *small = shape(a)
     frames, small_frames = ((1,), (1,)) if rank(n) == 4 else ((), ())
     video, modulation = (N, C, *frames, *shape(n)[2:]), (N, 2 * C, *small_frames, *small)
-    # The step takes the numbers from the shapes. They must be those that upstream used.
+    # The step computes ``times`` and ``first_once`` from the shapes. They must be those of the traced code.
     found = modulation_times(video, modulation)
     times = (*frames, *factor.times)
     if found is None or found[0] != times or (times[0] > 1 and found[1] != factor.first_once):
@@ -85,7 +91,7 @@ def upsampled(r: Rewriter, n: Any) -> Upsampled | None:
 
 
 def _convolved(r: Rewriter, n: Any) -> Upsampled | None:
-    """A convolution of single pixels after upsampling -> upsampling after the convolution."""
+    """A 1x1 convolution after upsampling -> upsampling after the convolution."""
     x, weight, _, stride, padding, _, transposed, *_ = n.args
     if set(shape(weight)[2:]) != {1} or set(stride) != {1} or any(padding) or transposed:
         return None
@@ -97,7 +103,7 @@ def _convolved(r: Rewriter, n: Any) -> Upsampled | None:
 
 
 def _in_parts(r: Rewriter, n: Any) -> Upsampled | None:
-    """The first frame upsampled, then the others upsampled -> one upsampling with ``first_once``."""
+    """A cat of the first frame and the others, upsampled one by one -> one upsampling: ``first_once``."""
     first, rest = (upsampled(r, part) for part in n.args[0])
     if first is None or rest is None or (rest.first_once and rest.times[0] > 1):
         return None

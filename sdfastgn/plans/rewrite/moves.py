@@ -47,7 +47,7 @@ def moves(graph: fx.Graph) -> fx.Graph:
 
 
 def mean_of_views(r: Rewriter, n: Any) -> Node | None:
-    """A mean of channels or of positions in channels -> the mean of views, written channels-last."""
+    """A mean over axes that a reshape has copied -> the mean over a view before it, written channels-last."""
     x, axes, _, to = arguments(n)
     if not axes or to is not None or 0 in shape(x):
         return None
@@ -76,7 +76,7 @@ def mean_of_views(r: Rewriter, n: Any) -> Node | None:
 
 
 def sum_of_views(r: Rewriter, n: Any) -> Node | None:
-    """A sum of two images or videos, and a reshape that copies before it -> ``steps.add_views``."""
+    """A sum whose operands a reshape has copied -> ``steps.add_views``, which reads the views before it."""
     a, b = next(operands(n), (None, None))
     if a is None or b is None or rank(n) not in (4, 5) or 0 in shape(n):
         return None
@@ -105,7 +105,7 @@ def bias_before_views(r: Rewriter, n: Any) -> None:
 
 
 def _sum(r: Rewriter, a: Any, b: Any) -> Node | None:
-    """a + b, of two values of one shape. None if no axes suit both."""
+    """The step for a + b, of equal shapes. None if their views cannot be split into the same axes."""
     first, second = moved(r, a), moved(r, b)
     if first is None or second is None:
         if has(a, steps.cut) and has(b, steps.cut) and a.args[1:] == b.args[1:]:

@@ -69,7 +69,7 @@ class Norm(NamedTuple):
 def norms(graph: fx.Graph) -> fx.Graph:
     """Norms of the channels of images, videos or heads become ``steps.channel_norm``."""
     r = Rewriter(graph)
-    for n in reversed(graph.nodes):  # the last op of a norm first: its weight and bias belong to it
+    for n in reversed(graph.nodes):  # the last op of a norm comes first, so its weight and bias are found
         if not has(n, *LAST_OPS) or not n.users or rank(n) not in (4, 5):
             continue
         r.at = n
@@ -99,7 +99,7 @@ def norm_over(n: Node, axis: int) -> Norm | None:
 
 
 def _affine(n: Any, axis: int) -> tuple[Any, Norm]:
-    """``n`` without bias, weight, scale and casts after a norm, and these. It begins at the last op."""
+    """(``n`` before its bias, weight, scale and casts; a ``Norm`` with this bias, weight and scale)."""
     weight = bias = None
     scale = 1.0
     root = dtype(n)
@@ -122,7 +122,7 @@ def _affine(n: Any, axis: int) -> tuple[Any, Norm]:
 
 
 def _parameter(n: Node, axis: int) -> tuple[Node, Node] | None:
-    """The operands of ``n`` if the second is a tensor from outside with one number for each channel."""
+    """(x, t) if ``n`` combines x with t, a tensor from outside the graph with one number for each channel."""
     for x, t in operands(n):
         aligned = (1,) * (rank(n) - rank(t)) + shape(t)
         is_small = math.prod(aligned) == shape(n)[axis] == aligned[axis]
@@ -207,7 +207,7 @@ def _is_axis(axes: Any, axis: int, x: Node) -> bool:
 
 
 def _channel_norm(r: Rewriter, n: Node, norm: Norm, axis: int) -> Node:
-    """The step for ``norm``. Channels on the last axis become axis 1, before permutations of other axes."""
+    """The step for ``norm``. It needs the channels on axis 1, so a norm of the last axis is permuted."""
     C, last = shape(n)[axis], rank(n) - 1
     weight, bias = (None if t is None else r.reshape(t, (C,)) for t in (norm.weight, norm.bias))
     more = weight, bias, norm.scale, norm.eps, "identity", norm.added

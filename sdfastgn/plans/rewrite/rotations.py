@@ -91,14 +91,14 @@ def _rotated(r: Rewriter, n: Node, turns: dict[tuple[Node, Node], Node]) -> Node
 
 
 def _base(n: Node) -> Node:
-    """What n reshapes and widens."""
+    """The value from which reshapes and exact casts make n."""
     while has(n, steps.reshape) or (has(n, steps.cast) and is_exact(n)):
         n = n.args[0]
     return n
 
 
 def _in_turns(r: Rewriter, cos: Node, sin: Node) -> Node:
-    """Both numbers of each pair side by side, because the kernel then loads vectors."""
+    """A table with cos and sin of each pair side by side, because the kernel then loads them as vectors."""
     *rows, half = shape(cos)
     size = math.prod(rows) * half
     parts = [r.reshape(t, (size, 1)) for t in (cos, sin)]

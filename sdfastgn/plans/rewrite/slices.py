@@ -166,7 +166,7 @@ def _is_equal_along_samples(n: Node, samples: int) -> bool:
 
 
 def _axis_after_reshape(before: Sequence[int], axis: int, after: Sequence[int], samples: int) -> int:
-    """The axis with as many elements before it, which must have a whole number of elements a sample."""
+    """The axis of the samples after a reshape. Raises _Mixed if none divides into them."""
     outer = math.prod(before[:axis])
     for i, size in enumerate(after):
         if size % samples == 0 and math.prod(after[:i]) == outer:

@@ -102,7 +102,7 @@ def _reshape(r: Rewriter, n: Node, x: Node, *_: Any) -> Node:
 
 @spells(aten.alias.default, aten.detach.default, aten.lift_fresh.default)
 def _alias(r: Rewriter, n: Node, x: Node, *_: Any) -> Node:
-    """Another name of a value -> the value."""
+    """An op that returns its argument unchanged -> the argument."""
     return x
 
 
@@ -249,7 +249,7 @@ def _pad(r: Rewriter, n: Node, x: Node, pads: Sequence[int], mode: str, value: f
     aten._upsample_nearest_exact3d.default,
 )
 def _upsample(r: Rewriter, n: Node, x: Node, size: Sequence[int], *scales: float | None) -> Node | None:
-    """Each element several times. Powers of two: for others PyTorch's indices depend on rounding."""
+    """Upsampling by a power of two -> ``steps.upsample``. For others PyTorch's indices depend on rounding."""
     sizes = list(zip(shape(n)[2:], shape(x)[2:], strict=True))
     times = tuple(large // small for large, small in sizes)
     if any(t & (t - 1) or t * s[1] != s[0] for t, s in zip(times, sizes, strict=True)):
@@ -410,9 +410,10 @@ def _attention_of_stairs(
 
 
 def _stairs(mask: Node) -> list[tuple[int, int]] | None:
-    """(rows, keys) of each step of a mask that shows ``keys`` first keys to each of ``rows`` queries.
+    """(number of queries, number of keys that they see) for a constant mask whose queries see the first keys.
 
-    None for other masks, and for those whose steps have few rows: attention would run too often.
+    There is one pair for each run of queries that see equally many keys. None for other masks. None too if
+    the runs are short, because attention would run once for each.
     """
     last, n = shape(mask)[-2:], mask
     while has(n, steps.cast, steps.reshape, steps.expand, aten._to_copy.default) and shape(n)[-2:] == last:
@@ -436,7 +437,7 @@ def _stairs(mask: Node) -> list[tuple[int, int]] | None:
 
 
 def _constant(n: Node) -> Any:
-    """The value of the constant ``n``, on the CPU. None if ``n`` is no constant, or computed from others."""
+    """The value of ``n``, on the CPU, if ``n`` is a constant or a copy of one. Else None."""
     if has(n, aten._to_copy.default) and dtype(n) == dtype(n.args[0]):
         n = n.args[0]
     owner: Any = n.graph.owning_module

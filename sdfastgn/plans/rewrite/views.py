@@ -29,7 +29,7 @@ def sink_views(graph: fx.Graph) -> fx.Graph:
 
 
 def _merged(r: Rewriter, n: Node) -> Node | None:
-    """A view of a view -> one view, or two that cannot be one."""
+    """A view of a view -> one view, if one view can compute both."""
     return applied(r, [n], n.args[0]) if has(n.args[0], steps.reshape, steps.permute) else None
 
 
@@ -53,7 +53,7 @@ def _windows_before_views(r: Rewriter, n: Node) -> Node | None:
 
 
 def _cat_before_views(r: Rewriter, n: Any) -> Node | None:
-    """Parts of a video and means of its frames, after equal views, side by side -> views of a cat."""
+    """A cat of equal views of parts of a video and of means of its frames -> these views of a cat."""
     parts = [_along(r, p, n.args[1]) for p in n.args[0]]
     first = parts[0]
     if not any(has(p.x, steps.mean_windows) for p in parts) or not first.views or rank(first.x) not in (4, 5):
@@ -66,7 +66,7 @@ def _cat_before_views(r: Rewriter, n: Any) -> Node | None:
 
 
 class _Along(NamedTuple):
-    """A value as views of x, in which one axis is one axis of x.
+    """A value that is x after ``views``, and whose axis of interest is the axis ``axis`` of x.
 
     Attributes:
         x, axis: the value before the views, and the axis in x.
@@ -92,9 +92,9 @@ class _Along(NamedTuple):
 
 
 def _along(r: Rewriter, n: Any, axis: int) -> _Along:
-    """``n`` as a value and the views that follow it.
+    """The value from which views make ``n``, and these views.
 
-    A cut along ``axis``, or a mean of windows, is computed before the views instead of after them.
+    Cuts and means of windows along ``axis`` that come after views are moved before them.
     """
     if has(n, steps.cut, steps.mean_windows) and n.args[1] == axis:
         inner = _along(r, n.args[0], axis)

@@ -126,7 +126,7 @@ class Baked:
                 self._bound = self._bound._replace(run=None, addresses=[])
 
     def _why_not(self) -> str | None:
-        """Why any call must run the plan now. None if the arguments decide."""
+        """Why no call can run the function now. None if it depends on the call's arguments."""
         if self._failure is not None:
             return self._failure
         if product_op.is_choosing() or rehearsal.get() is not None:

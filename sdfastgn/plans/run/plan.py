@@ -42,7 +42,7 @@ _CopyOf = Callable[[dict[str, Any], str], list[Tensor]]
 
 
 class Plan:
-    """The rewritten ``graph`` of the call ``traced``, ready to run. The plan takes ``graph`` over.
+    """The rewritten ``graph`` of the call ``traced``, ready to run. The plan changes and keeps ``graph``.
 
     A plan refers to the parameters of the model, but to none of its modules. It takes no part in a reference
     cycle through the model. A CUDA graph of a plan reads the plan's constants, so the plan must outlive it.
@@ -207,7 +207,7 @@ class Plan:
                 )
 
     def check_written(self, inputs: Sequence[Tensor]) -> None:
-        """Raises ValueError if the call writes into memory that a tensor of it shares with another one."""
+        """Raises ValueError if the call writes into memory that an input shares with another tensor."""
         given = [_memory(x) for x in inputs]
         held = [_memory(x) for x in (*(held[name] for held, name in self.parameters), *self.others)]
         written = {held[i] for i in self._held_written}
@@ -234,7 +234,7 @@ def _memory(x: Tensor) -> int:
 
 
 def _is_read(n: Node) -> bool:
-    """False if nobody reads the placeholder ``n``, which is then removed."""
+    """True if a node reads the placeholder ``n``. If none does, removes ``n`` from its graph."""
     if not n.users:
         n.graph.erase_node(n)
         return False
@@ -242,7 +242,7 @@ def _is_read(n: Node) -> bool:
 
 
 def _is_table(t: Tensor, inputs: Sequence[Node]) -> bool:
-    """True if ``t`` is on the CPU, unlike ``inputs``, and counts what is written into it."""
+    """True if ``t`` is on the CPU, unlike ``inputs``, and has a version counter."""
     is_elsewhere = bool(inputs) and all(n.meta["device"].type != "cpu" for n in inputs)
     return is_elsewhere and t.device.type == "cpu" and not t.is_inference()
 
@@ -337,7 +337,7 @@ def _constants(graph: fx.Graph, tables: list[Node]) -> list[Node]:
 
 
 def _is_overwritten(n: Node, constants: dict[Node, None]) -> bool:
-    """True if ``n`` makes a tensor of numbers for a step that writes over it. To make it again costs less."""
+    """True if ``n`` makes a tensor that its readers overwrite. Then making it again is faster than a copy."""
     is_made = n.op == "call_function" and not n.all_input_nodes
     return is_made and all(writes_over(u) and u.args[0] is n and u not in constants for u in n.users)
 

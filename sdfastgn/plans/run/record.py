@@ -6,8 +6,9 @@ through PyTorch's dispatcher, so an observer of launches sees them. The result i
 A tensor in the list is a ``Place``: it is known by its memory, shape, strides, offset and dtype, and not by
 its Python object. So views need no actions.
 
-A step that does what no list can hold stays one call. For example, it reads a value, or a tensor of unknown
-origin. It runs only once: its actions are dropped, and its result is used.
+If a list cannot hold what a step does, its actions are dropped, and the whole step becomes one action. For
+example, the step reads the value of an element, or a tensor whose memory comes neither from an operand nor
+from an action. The step runs only once: the plan uses the result of this run.
 """
 
 from __future__ import annotations
@@ -110,10 +111,10 @@ class Recording(NamedTuple):
         actions: in the order in which they ran.
         memories: all memories. The memories of arguments and fixed operands come first.
         operands: the place of each operand of the graph.
-        inputs: number of operands, the last ones, that are arguments of the call.
+        inputs: how many operands are arguments of the call. They are the last operands.
         rows: place of a tensor that covers packed operands -> these operands (``kernels/product/packed.py``).
         results: what the graph returns: for a tensor its place, or the index of the operand that it is.
-        left: why a step stayed one call, and how many steps did.
+        left: why steps stayed one call -> the number of these steps.
     """
 
     actions: list[Action]
@@ -239,7 +240,7 @@ class _Recorder(TorchDispatchMode):
         return memory.root
 
     def place(self, t: Tensor) -> Place:
-        """The place of a tensor of known origin. Raises Unrecordable for any other tensor."""
+        """The place of ``t``. Raises Unrecordable if neither an operand nor an action has its memory."""
         memory = self.found.get(_storage(t)) if type(t) in _PLAIN else None
         if memory is None:
             raise Unrecordable("reads a tensor of unknown origin")
@@ -279,7 +280,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _is_known(self, result: Any) -> bool:
-        """True if each item of a result is None or a tensor in a known memory."""
+        """True if each item of a result is None, or a tensor whose memory has a place in the recording."""
         return all(t is None or (type(t) in _PLAIN and _storage(t) in self.found) for t in _flat(result))
 
     def _note(

@@ -1,4 +1,4 @@
-"""What the call's Python may do during a trace: it must leave modules as they were, and read no values."""
+"""Checks what the Python code of a call does in a trace: it must not change modules, nor read values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _DEPTH = 3
 
 
 class ModuleState:
-    """The attributes of a model's modules, of plain objects in them, and the contents of their containers."""
+    """A model's state before a trace: its modules' attributes, and the objects and containers in them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.namespaces: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
@@ -75,7 +75,7 @@ class ModuleState:
                 self._note_attributes(value, depth)
 
     def restore(self) -> list[str]:
-        """Puts everything back. Returns what the call had changed, as reasons not to use its trace."""
+        """Undoes all changes that the traced call has made. Returns them, as reasons not to use the trace."""
         reasons: list[str] = []
         changed = {key for key, (value, copy) in self.contents.items() if not _has_same_items(value, copy)}
         for holder, now, before in self.namespaces:

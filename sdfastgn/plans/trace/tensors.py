@@ -133,7 +133,7 @@ class TracedTensor(Tensor):
     data = property(lambda self: self.detach(), _refused("data"))
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-        """PyTorch's method would return the tensor itself without a word to the trace."""
+        """Calls the op, because PyTorch's method may return the tensor itself, unseen by the trace."""
         return torch.ops.aten.contiguous.default(self, memory_format=memory_format)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
