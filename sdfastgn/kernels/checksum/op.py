@@ -48,9 +48,10 @@ class Checksums:
 
     Args:
         tensors: as for ``checksums``, but also on a CPU.
-        periods: for each tensor the number of windows over which its blocks are spread. A call reads the
-            blocks of one window. A tensor with fewer blocks than windows has one window for each block, so
-            each call reads at least one block of each tensor.
+        periods: for each tensor the number of calls that together read it wholly. A tensor is divided into
+            blocks of ``BLOCK`` words. Its block i belongs to *window* i modulo its period, and a call reads
+            the blocks of one window. The period is at most the number of blocks, so each call reads at least
+            one block of each tensor.
 
     Attributes:
         windows: number of windows. All of them together read each tensor wholly.

@@ -127,7 +127,7 @@ def stock_code() -> AbstractContextManager[None]:
 
 
 def is_stock_code() -> bool:
-    """True inside ``stock_code``. Code that torch.compile compiles ignores it, as in ``is_on``."""
+    """True inside ``stock_code``. Always False in code that torch.compile compiles (``is_on`` says why)."""
     return not torch.compiler.is_compiling() and _in_stock_code.get()
 
 

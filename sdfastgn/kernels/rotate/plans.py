@@ -34,8 +34,9 @@ class RotatePlan:
         steps = [_strides(t) for t in tables] + [(0, 0, 0, 1)] * (2 - len(tables))
         strides = {"x": _strides(x), "y": self.strides if out is None else _strides(out)}
         strides |= {"cos": steps[0], "sin": steps[1]}
-        # The kernel's axes. Rows of x that share a row of the tables follow each other, so that memory is
-        # read once: the heads of a token, or if it has one head, the samples.
+        # The order of the kernel's axes. Rows of x that use the same row of cos and sin are processed one
+        # after another, so that this row is read from memory once. These are the heads of a token. If tokens
+        # have one head, these are the samples of the batch.
         order = (1, 2, 0) if tables and C == 1 and all(len(t) == 1 for t in tables) else (0, 1, 2)
         vector = vector_width(x.itemsize, D, *strides["x"][:3], *strides["y"][:3])
         widest = max((t.itemsize for t in tables), default=x.itemsize)

@@ -185,7 +185,7 @@ def tile_mean(total, count, TILE: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _deviations(x, mean, mask):
-    """Returns the sum of x - mean, and the sum of (x - mean)^2, over the steps axis of a tile."""
+    """Returns the sums of x - mean and of (x - mean)^2 along ``STEP_AXIS``, the reduced axis of a tile."""
     d = _masked(x - mean, mask)
     return tl.sum(d, STEP_AXIS, keep_dims=True), tl.sum(d * d, STEP_AXIS, keep_dims=True)
 
