@@ -449,7 +449,7 @@ class PlannedForward(MethodEntry):
         }
         call = Call(args, kwargs, numbers)
         call.tensors = list(call.as_tensors())
-        if self.method != "forward" and repeats_decoder(module, call):
+        if repeats_decoder(module, call):
             raise Unsupported("")  # the decoder has a plan of its own
         first = next((t for t in call.tensors if isinstance(t, Tensor) and t.is_floating_point()), None)
         if first is None or not dispatch.has_kernels(first):

@@ -226,7 +226,9 @@ def reason_for(module: Any, call: Call) -> str | None:
 
 
 def repeats_decoder(module: nn.Module, call: Call) -> bool:
-    """True if ``call`` of ``method_of(module)`` calls the decoder several times: for frames, or for tiles."""
+    """True if ``call`` of ``method_of(module)`` calls a decoder several times: for frames, or for tiles."""
+    if method_of(module) == "forward":
+        return False
     z = call.tensors[0]
     return _has_tiles(module) or not isinstance(z, Tensor) or z.dim() != 5 or z.shape[2] != 1
 
