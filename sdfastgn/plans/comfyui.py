@@ -105,6 +105,8 @@ def _untested_unet(patcher: Any) -> list[Untested]:
 
 def _gets_plans(patcher: Any) -> bool:
     root = root_of(patcher)
+    if planning.has_plans_now(root):
+        return True
     modules = list(root.modules())
     is_untried = not planning.is_convolutional(modules)  # transformers were not tried as plans in ComfyUI
     if _KEY not in patcher.injections or is_untried or not planning.gets_plans(root):

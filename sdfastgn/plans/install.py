@@ -127,7 +127,7 @@ def kind_of(modules: Sequence[nn.Module], findings: Iterable[patcher.Finding]) -
     findings = tuple(findings)
     is_transformer = _is_transformer(modules)
     gains = (is_transformer or is_convolutional(modules)) and not _is_faster_fused(modules, findings)
-    has_plans = _has_plans(modules[0])
+    has_plans = has_plans_now(modules[0])
     inside = in_blocks(modules) if is_transformer else ()
     weights = _weights((m for m in modules if m in inside), (nn.Linear,)).values()
     in_rows = [weight for weight in weights if min(weight.shape) >= FEWEST_COLUMNS]
@@ -152,7 +152,7 @@ def kind_of_model(root: nn.Module) -> Kind:
     return kind_of([module for _, module in named], patcher.inspect_model(named))
 
 
-def _has_plans(root: nn.Module) -> bool:
+def has_plans_now(root: nn.Module) -> bool:
     return any(PlannedForward.of(module) is not None for module in entrances(root))
 
 
@@ -283,7 +283,7 @@ def install(
     has_fp8 = fp8.is_allowed(root) and weights is None  # plans have no products with learned scales
     can_have = is_on and not has_fp8 and kind.why_not is None
     # Graphs take the place of plans in models that do not gain by plans.
-    keeps_plans = _has_plans(root) and next(outermost(root), None) is None
+    keeps_plans = has_plans_now(root) and next(outermost(root), None) is None
     has_plans = can_have and (kind.gains or keeps_plans)
     is_transformer = (has_plans or GraphedForward.of(root) is not None) and kind.is_transformer
     if is_transformer and has_plans:

@@ -153,11 +153,15 @@ def is_checked() -> bool:
     return _is_checked.get()
 
 
+def replaced_in_calls(root: nn.Module) -> list[str]:
+    """Names of code that is replaced now, and that calls of modules in ``root`` have run before."""
+    found = [ref() for module in root.modules() if (ref := _states_of.get(module)) is not None]
+    return [name for states in found if states is not None for name in states.seen()]
+
+
 def reason_of_code(root: nn.Module) -> str | None:
     """Why modules in ``root`` run stock's code now: parts of it were replaced. None if none were."""
-    found = [ref() for module in root.modules() if (ref := _states_of.get(module)) is not None]
-    replaced = [name for states in found if states is not None for name in states.seen()]
-    names = list(dict.fromkeys(replaced or _State(root).replaced))
+    names = list(dict.fromkeys(replaced_in_calls(root) or _State(root).replaced))
     if not names:
         return None
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -18,7 +18,8 @@ from sdfastgn.patches.comfyui import dynamic_vram
 from sdfastgn.patches.comfyui.graphs import UNET, begin_run
 from sdfastgn.patches.comfyui.inject import KEY, drop_graphs, eject, inject, root_of
 from sdfastgn.patches.comfyui.report import text_of
-from sdfastgn.patches.comfyui.tiled_decode import TiledVAE
+from sdfastgn.patches.comfyui.staying import stay_fused
+from sdfastgn.patches.comfyui.tiled_decode import FusedVAE
 from sdfastgn.patches.graphs.install import INFERENCE_MODES
 
 
@@ -32,9 +33,9 @@ def optimize_model(
 ) -> Any:
     """A clone of the ``ModelPatcher`` ``model``. While the clone is loaded, its model is fused.
 
-    ``model`` itself stays stock. Under DynamicVRAM the clone has a second model, read from the same file,
-    whose weights stay on the GPU. If that is not possible, for instance because the GPU has too little
-    memory, the clone runs stock's code.
+    The clone stays fused between two runs of the sampler (``staying.py``). ``model`` itself stays stock.
+    Under DynamicVRAM the clone has a second model, read from the same file, whose weights stay on the GPU. If
+    that is not possible, for instance because the GPU has too little memory, the clone runs stock's code.
 
     Args:
         model: ComfyUI's MODEL, a ``ModelPatcher``.
@@ -53,6 +54,7 @@ def optimize_model(
     if type(cuda_graphs) not in (bool, str) or cuda_graphs not in INFERENCE_MODES:
         raise ValueError(f'sdfastgn: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
     clone = dynamic_vram.clone(model)
+    stay_fused(clone)
 
     def put_in(patcher: Any) -> None:
         if not dynamic_vram.is_dynamic(patcher):
@@ -101,7 +103,7 @@ def optimize_vae(vae: Any) -> Any:
     check_vae(vae)
     optimized = copy.copy(vae)
     if type(vae) is comfy.sd.VAE:
-        optimized.__class__ = TiledVAE
+        optimized.__class__ = FusedVAE
     optimized.patcher = optimize_model(vae.patcher, False)
     optimized.patcher.remove_callbacks_with_key(CallbacksMP.ON_INJECT_MODEL, KEY)
     optimized.first_stage_model = optimized.patcher.model

@@ -6,7 +6,7 @@ averages the results. Each norm takes the mean and variance of its tile, so tile
 the decoder runs in strips, with the mean and variance of the whole image (``fusions/strips.py``), so there
 are no seams.
 
-``VAE`` is ComfyUI's object around an autoencoder, and no module. A copy of it gets the class ``TiledVAE``.
+``VAE`` is ComfyUI's object around an autoencoder, and no module. A copy of it gets the class ``FusedVAE``.
 Its ``decode_tiled_`` calls the autoencoder's own ``decode``, and the decoder in it runs in strips
 (``in_strips``). If the autoencoder is not fused at the moment, stock's tiles are decoded.
 """
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common.setting import setting
 from sdfastgn.patches.comfyui.layers import plain_class, reason_to_cast
+from sdfastgn.patches.comfyui.staying import staying
 from sdfastgn.patches.fusions import strip_chain
 from sdfastgn.patches.fusions.strip_chain import Parts
 from sdfastgn.patches.fusions.strips import OutParts, ResnetParts, UpsampleParts
@@ -93,8 +94,24 @@ def _resnet_parts(block: Any) -> ResnetParts:
     )
 
 
-class TiledVAE(comfy.sd.VAE):
-    """ComfyUI's ``VAE`` whose tiled decode of images has no seams."""
+class FusedVAE(comfy.sd.VAE):
+    """ComfyUI's ``VAE`` that stays fused between its calls, and whose tiled decode of images has no seams."""
+
+    def decode(self, *args: Any, **options: Any) -> Any:
+        with staying(self.patcher):
+            return super().decode(*args, **options)
+
+    def decode_tiled(self, *args: Any, **options: Any) -> Any:
+        with staying(self.patcher):
+            return super().decode_tiled(*args, **options)
+
+    def encode(self, *args: Any, **options: Any) -> Any:
+        with staying(self.patcher):
+            return super().encode(*args, **options)
+
+    def encode_tiled(self, *args: Any, **options: Any) -> Any:
+        with staying(self.patcher):
+            return super().encode_tiled(*args, **options)
 
     def decode_tiled_(self, *args: Any, **options: Any) -> Tensor:
         """Decode latents (N, C, H, W) as ``_image_of`` does, or in stock's tiles. Arguments as in stock."""
@@ -190,7 +207,7 @@ _SOURCES = (
     tested(Upsample, "__init__", "forward"),
     tested(comfy_model, "interpolate_up"),
 )
-AUTOENCODERS = tuple(
+AUTOENCODERS: tuple[ClassSwap, ...] = tuple(
     ClassSwap(
         "comfyui_tiled_decode",
         stock,

@@ -1,5 +1,7 @@
 """VAEs of ComfyUI without blocks that can be fused run as plans. ComfyUI's own code runs that of SeedVR2."""
 
+import copy
+
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -14,6 +16,7 @@ from comfy.ldm.modules.diffusionmodules import model as comfy_model  # noqa: E40
 
 from scripts.publish.comfyui_models import random_weights  # noqa: E402
 from sdfastgn.patches.comfyui import report  # noqa: E402
+from sdfastgn.plans import comfyui  # noqa: E402
 from sdfastgn.plans.comfyui import optimize_vae, text_of  # noqa: E402
 from sdfastgn.plans.forward import PlannedForward  # noqa: E402
 from tests.patches.comfyui import comfy_models, other_release  # noqa: E402
@@ -81,13 +84,13 @@ def test_a_vae_of_another_release(monkeypatch):
     stock = comfy_models.load_vae()
     z = torch.randn(1, 4, 6, 6, generator=torch.Generator().manual_seed(1))
     close(optimize_vae(stock).decode(z), stock.decode(z))
-    vae = optimize_vae(stock)
+    vae, expected = optimize_vae(stock), stock.decode(z)
     vae.decode(z)
     assert not planned(vae)
     other_release.change(monkeypatch, comfy_model.ResnetBlock, "forward")
-    close(vae.decode(z), stock.decode(z))
-    vae.decode(z)
-    assert planned(vae)["decoder"].calls == 2
+    for _ in range(4):
+        close(vae.decode(z), expected)
+    assert planned(vae)["decoder"].calls == 4
     model_management.unload_all_models()
 
 
@@ -117,3 +120,104 @@ def test_the_report_after_a_load(stock):
     vae = optimize_vae(stock, texts.append)
     vae.decode(latent())
     assert [text.splitlines()[0] for text in texts] == [text_of(vae.patcher).splitlines()[0]]
+
+
+# --- between two calls of a VAE --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def injections(monkeypatch):
+    """The names of what plans for VAEs have done: "_put_in" and "_take_out"."""
+    seen = []
+
+    def noting(name, real):
+        return lambda *args: (seen.append(name), real(*args))[-1]
+
+    for name in ("_put_in", "_take_out"):
+        monkeypatch.setattr(comfyui, name, noting(name, getattr(comfyui, name)))
+    return seen
+
+
+@torch.inference_mode()
+def test_plans_stay_between_calls(stock, injections):
+    texts, expected = [], stock.decode(latent())
+    vae = optimize_vae(stock, texts.append)
+    for i in range(3):
+        close(vae.decode(latent()), expected)
+        assert injections == ["_put_in"]
+        assert len(texts) == i + 1
+    assert "decoder: 2 calls as plans" in texts[-1]
+    assert planned(vae)["decoder"].calls == 3
+    assert vae.encode(torch.rand(5, 32, 32, 3)).shape == (1, 16, 2, 4, 4)
+    assert torch.equal(stock.decode(latent()), expected)  # stock's patcher has the model now
+    assert injections == ["_put_in", "_take_out"]
+
+
+@torch.inference_mode()
+def test_a_clone_does_not_take_the_others_injection_for_its_own(stock, injections):
+    expected = stock.decode(latent())
+    first = optimize_vae(stock)
+    first.decode(latent())
+    second = optimize_vae(first)  # its patcher has a copy of ``is_injected``
+    for vae in (second, first, second):
+        close(vae.decode(latent()), expected)
+        assert planned(vae)
+        assert injections[-2:] == ["_take_out", "_put_in"]
+    before = len(injections)
+    close(second.decode(latent()), expected)
+    assert len(injections) == before
+    second.patcher.detach()  # as when a clone is deleted
+    assert not planned(first)
+    close(first.decode(latent()), expected)
+    assert planned(first)
+
+
+def unload(vae):
+    vae.patcher.detach()
+
+
+def unload_a_part(vae):
+    vae.patcher.partially_unload(vae.patcher.offload_device, 1e9)
+
+
+def patch_an_object(vae):
+    vae.patcher.add_object_patch("decoder.marked", True)
+
+
+def patch_a_weight(vae):
+    key = "decoder.conv_in.weight"
+    diff = torch.ones_like(vae.patcher.model.get_parameter(key))
+    vae.patcher.add_patches({key: ("diff", (diff,))}, 0.5)
+
+
+@pytest.mark.parametrize("change", [unload, unload_a_part, patch_an_object, patch_a_weight])
+@torch.inference_mode()
+def test_a_change_takes_plans_out_first(stock, injections, change):
+    vae, reference = optimize_vae(stock), copy.copy(stock)
+    reference.patcher = stock.patcher.clone()
+    vae.decode(latent())
+    for each in (vae, reference):
+        change(each)
+    found = vae.decode(latent())
+    assert injections[:3] == ["_put_in", "_take_out", "_put_in"]
+    assert planned(vae)
+    close(found, reference.decode(latent()))
+
+
+@torch.inference_mode()
+def test_an_error_while_comfyui_loads_leaves_stocks_model(stock, injections, monkeypatch):
+    vae, expected = optimize_vae(stock), stock.decode(latent())
+    vae.decode(latent())
+
+    def fail(*args, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model_management.LoadedModel, "model_load", fail)
+        with pytest.raises(KeyboardInterrupt):
+            vae.decode(latent())
+    assert injections == ["_put_in", "_take_out"]
+    assert not planned(vae)
+    assert torch.equal(stock.decode(latent()), expected)
+    close(vae.decode(latent()), expected)
+    assert planned(vae)

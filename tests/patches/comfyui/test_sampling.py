@@ -9,7 +9,7 @@ comfy_checkout.import_for_cpu()
 
 from comfy import model_management  # noqa: E402
 
-from sdfastgn.patches.comfyui import graphs  # noqa: E402
+from sdfastgn.patches.comfyui import graphs, inject, model_patcher  # noqa: E402
 from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae  # noqa: E402
 from sdfastgn.patches.comfyui.report import parts_of, text_of  # noqa: E402
 from tests.patches.comfyui import comfy_models  # noqa: E402
@@ -107,6 +107,25 @@ def test_a_clone_that_dies_does_not_end_it(model, kind):
     assert type(unet_of(model)) is not graphs.FusedUNetModel
     optimized.pre_run()
     assert type(unet_of(model)) is graphs.FusedUNetModel
+
+
+def test_it_stays_fused_between_two_runs(kind, monkeypatch):
+    ejected = []
+    monkeypatch.setattr(model_patcher, "eject", lambda root: (ejected.append(root), inject.eject(root)))
+    model = comfy_models.load_model(kind)
+    stock = latent_of(model, kind)
+    optimized = optimize_model(model)
+    found = latent_of(optimized, kind)
+    for _ in range(2):
+        assert torch.equal(latent_of(optimized, kind), found)
+    assert unet_of(model) not in ejected
+    assert torch.equal(latent_of(model, kind), stock)
+    assert ejected.count(unet_of(model)) == 1
+    patched = optimized.clone()
+    assert patched.add_patches(lora_of(model), 0.0)  # ComfyUI does not see that this changes no value
+    for _ in range(2):
+        assert torch.equal(latent_of(patched, kind), found)
+        assert type(unet_of(model)) is graphs.FusedUNetModel
 
 
 def test_a_lora_and_back(model, kind, stock):

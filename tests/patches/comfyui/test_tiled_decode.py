@@ -273,7 +273,7 @@ def test_a_foreign_vae_keeps_its_class(stock):
     other = copy.copy(stock)
     other.__class__ = OtherVAE
     assert type(optimize_vae(other)) is OtherVAE
-    assert type(optimize_vae(optimize_vae(stock))) is tiled_decode.TiledVAE
+    assert type(optimize_vae(optimize_vae(stock))) is tiled_decode.FusedVAE
 
 
 @pytest.mark.without_kernels
