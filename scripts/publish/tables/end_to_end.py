@@ -449,7 +449,10 @@ def latency_markdown(results: Path) -> str:
 
 
 def several_gpus_markdown(results: Path) -> str:
-    """Returns a table of pipelines on several GPUs at once, one process for each: images per second."""
+    """Returns a table of pipelines on several GPUs at once, one process for each: images per second.
+
+    The last column is the rate of the most GPUs over that of one.
+    """
     found: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     runs = rows_of_runs(results, "processes")
     missing = _missing((row for row, _ in runs), row_title)
@@ -457,6 +460,10 @@ def several_gpus_markdown(results: Path) -> str:
         if row.images_s is not None:
             found[row_title(row), label(row.variant)][len(row.process_images_s or ())] = row.images_s
     counts = sorted({count for rates in found.values() for count in rates})
-    header = ["images per second", "variant", *(counted(count, "GPU") for count in counts)]
-    body = [[*key, *(number(rates.get(count)) for count in counts)] for key, rates in found.items()]
+    header = ["images per second", "variant", *(counted(count, "GPU") for count in counts), "over one GPU"]
+    body = []
+    for key, rates in found.items():
+        more = rates[counts[-1]] / rates[1] if {1, counts[-1]} <= rates.keys() else None
+        cells = [number(rates.get(count)) for count in counts]
+        body.append([*key, *cells, NOTHING if more is None else f"{more:.2f}x"])
     return markdown(header, body, [*missing, *dict.fromkeys(source for _, source in runs)])

@@ -221,8 +221,9 @@ def test_images_a_second_on_several_gpus(tmp_path):
     save(tmp_path, "two.json", "processes", [on(1.0, 1.0, variant="eager"), on(2.0, 1.9)])
     save(tmp_path, "one.json", "processes", [on(2.0), row("eager", status=WRONG, reason="off")])
     text = end_to_end.several_gpus_markdown(tmp_path)
-    assert "| images per second | variant | 1 GPU | 2 GPUs |" in text
-    assert sorted(cells_of(text, "| SD1.5 pipeline")) == [["eager", "-", "2"], ["sdfastgn", "2", "3.9"]]
+    assert "| images per second | variant | 1 GPU | 2 GPUs | over one GPU |" in text
+    cells = sorted(cells_of(text, "| SD1.5 pipeline"))
+    assert cells == [["eager", "-", "2", "-"], ["sdfastgn", "2", "3.9", "1.95x"]]
     assert "eager wrong output: off." in text
     assert text.endswith(SOURCE)
     assert end_to_end.several_gpus_markdown(tmp_path / "empty") == NO_RESULTS
