@@ -17,6 +17,7 @@ from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.setting import setting
 from sdfastgn.patches.code.checked import entrances
 from sdfastgn.patches.graphs.arguments import Call, Unsupported
+from sdfastgn.patches.graphs.models import method_of, repeats_decoder
 from sdfastgn.patches.swap.class_forward import class_forward
 from sdfastgn.plans.making import make_plan, trace_call
 from sdfastgn.plans.outcome import Outcome
@@ -89,7 +90,7 @@ class _Planned:
     def make(self, module: nn.Module, call: Call, state: State, gpu_kind: str) -> None:
         """Make the plan. Raises Untraceable."""
         start = time.perf_counter()
-        traced, outcome = trace_call(module, call, state)
+        traced, outcome = trace_call(module, call, state, method_of(module))
         self.report.trace_s = time.perf_counter() - start
         self._results = [dict(n.meta) for n in traced.graph.graph.output_node().args[0]]
         same = traced._replace(graph=copy.deepcopy(traced.graph))
@@ -105,7 +106,8 @@ class _Planned:
         """Return what a call returns, and store what it keeps."""
         self.report.calls += 1
         if self._outcome is None or call is None:
-            return class_forward(module)(*args, **{k: v for k, v in kwargs.items() if k != STATE})
+            given = {name: value for name, value in kwargs.items() if name != STATE}
+            return class_forward(module, method_of(module))(*args, **given)
         results = [torch.empty(m["shape"], dtype=m["dtype"], device=m["device"]) for m in self._results]
         result = self._outcome.deliver(results, args, kwargs, call.tensors)
         state.store(kwargs.get(STATE, {}))
@@ -126,8 +128,9 @@ def plans_of(model: nn.Module, call: Callable[[], object], gpu_kind: str) -> lis
     states: defaultdict[nn.Module, State] = defaultdict(State)
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_tracing():
-            return class_forward(module)(*args, **kwargs)
+        method = method_of(module)
+        if is_tracing() or (method != "forward" and repeats_decoder(module, Call(args, kwargs, {}))):
+            return class_forward(module, method)(*args, **kwargs)
         arguments, planned = None, _Planned(paths[module], module)
         key: Any = len(found)
         state = states[module]
@@ -147,7 +150,7 @@ def plans_of(model: nn.Module, call: Callable[[], object], gpu_kind: str) -> lis
 
     for module in entrances(model):
         if any(True for _ in module.children()):
-            vars(module)["forward"] = functools.partial(forward, module)
+            vars(module)[method_of(module)] = functools.partial(forward, module)
     trace(nn.Identity(), torch.relu, torch.empty(1, device="meta"))  # the first trace also imports modules
     with torch.no_grad():
         call()

@@ -69,9 +69,9 @@ def test_steps_totals_and_seconds(
 @pytest.mark.slow
 @pytest.mark.fused_on_cpu
 @pytest.mark.usefixtures("without_gradients")
-@pytest.mark.parametrize("model", ["dc_ae", "qwen_image_21"])
+@pytest.mark.parametrize(("model", "module"), [("dc_ae", "decoder"), ("qwen_image_21", "")])
 def test_the_steps_are_those_of_an_optimized_model(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_video.shrink(monkeypatch, height=32, width=32)
     text, content = planned(tmp_path / "plan.json", model, "--dtype", "fp32")
@@ -80,9 +80,10 @@ def test_the_steps_are_those_of_an_optimized_model(
     network = configurations.VIDEO_NETWORKS[model]["vae"]
     vae = sdfastgn.optimize(architectures.build_video_network(network, torch.float32, "cpu"))
     video.run(vae, video.inputs(vae, torch.randn, batch=1, frames=1, height=32, width=32))
-    (plan,) = vars(vae.decoder)["forward"].plans
+    (planned_forward,) = vars(vae)["_decode"].planned if module == "" else [vars(vae.decoder)["forward"]]
+    (plan,) = planned_forward.plans
     (call,) = content["calls"]
-    assert (call["module"], call["calls"], call["reason"]) == ("decoder", 1, "")
+    assert (call["module"], call["calls"], call["reason"]) == (module, 1, "")
     expected = [what({**step._asdict(), "dtype": str(step.dtype)}) for step in plan.steps]
     assert [what(step) for step in call["steps"]] == expected
 

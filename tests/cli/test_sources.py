@@ -146,6 +146,8 @@ COMFYUI = {
     "comfyui_version.py": "__version__ = '9.9.9'",
     "comfy/cli_args.py": "",
     "comfy/model_management.py": "",
+    "comfy/model_patcher.py": "class ModelPatcher: ...",
+    "comfy/patcher_extension.py": "class CallbacksMP: ...\nclass WrappersMP: ...",
     "comfy/options.py": "def enable_args_parsing(): ...",
     "comfy/sample.py": "",
     "comfy/sd.py": "class VAE: ...",
