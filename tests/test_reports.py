@@ -264,25 +264,34 @@ def test_models_whose_plans_are_off() -> None:
 @pytest.mark.drawn(1)
 @pytest.mark.fused_on_cpu
 @pytest.mark.usefixtures("without_gradients")
-@pytest.mark.parametrize("name", ["dc_ae", "qwen_image_21"])
-def test_a_pipeline_whose_vae_has_plans(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "path", "before"),
+    [
+        ("dc_ae", "vae.decoder", ("none", "vae")),
+        ("qwen_image_21", "vae", ("none yet", "vae.encoder, vae.decoder")),
+    ],
+)
+def test_a_pipeline_whose_vae_has_plans(
+    name: str, path: str, before: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     small_video.shrink(monkeypatch)
     network = configurations.VIDEO_NETWORKS[name]["vae"]
     vae = architectures.build_video_network(network, torch.float32, "cpu")
     pipe = SimpleNamespace(components={"vae": vae, "scheduler": object()}, vae=vae)
     latents = torch.randn(1, 32, 1, 1) if name == "dc_ae" else torch.randn(1, 64, 1, 2, 2)
-    for words in ("would run as plans where kernels run: vae", "runs as plans where kernels run: vae"):
+    graphs, models = before
+    for words, found in (("would run", (graphs, "vae")), ("runs", ("none", models))):
         report = sdfastgn.report(pipe)
-        assert str(report).startswith("nothing to fuse, 0 skipped, graphs: none, plans: none yet\n")
-        assert str(report).endswith(f"\n{words}")
+        assert str(report).startswith(f"nothing to fuse, 0 skipped, graphs: {found[0]}, plans: none yet\n")
+        assert str(report).endswith(f"\n{words} as plans where kernels run: {found[1]}")
         sdfastgn.optimize(pipe)
     vae.decode(latents)
     report = sdfastgn.report(pipe)
     assert str(report).startswith("nothing to fuse, 0 skipped, graphs: none, plans: 1 alive, 1 call run by")
-    assert "plans of vae.decoder: 1 alive, 1 call run by them" in report.details()
-    (decoder,) = [p for p in report.plans if p.calls]
-    assert f"{sum(decoder.steps.values())} steps: " in report._repr_html_()
-    assert json.loads(json.dumps(report.to_dict()))["plans"][-1]["path"] == "vae.decoder"
+    assert f"plans of {path}: 1 alive, 1 call run by them" in report.details()
+    (planned,) = [p for p in report.plans if p.calls]
+    assert f"{sum(planned.steps.values())} steps: " in report._repr_html_()
+    assert path in [each["path"] for each in json.loads(json.dumps(report.to_dict()))["plans"]]
     assert "would" not in str(report)
     sdfastgn.restore(pipe)
 
