@@ -291,8 +291,8 @@ def short(name, mode):
     return pytest.param(name, mode, "cpu", 0, 6, id=f"{name}-{mode}")
 
 
-def long(name, mode, seed, *marks):
-    marks = (pytest.mark.slow, *marks)
+def long(name, mode, seed):
+    marks = pytest.mark.slow, pytest.mark.many_programs
     return pytest.param(name, mode, "cpu", seed, 25, id=f"{name}-{mode}-{seed}", marks=marks)
 
 
@@ -308,8 +308,7 @@ MODES = {"flux": True, "sd3": False, "qwen_image": "auto", "z_image": True, "wan
     ("name", "mode", "device", "seed", "steps"),
     [
         *(short(name, mode) for name, mode in MODES.items()),
-        *(long(name, mode, 2) for name, mode in MODES.items()),
-        *(long(name, mode, 3, pytest.mark.many_programs) for name in MODES for mode in (False, "auto", True)),
+        *(long(name, mode, seed) for name in MODES for mode in (False, "auto", True) for seed in (2, 3)),
         *(on_gpu(name, mode or "auto") for name, mode in MODES.items()),
     ],
 )
