@@ -49,11 +49,7 @@ def _wan_22() -> nn.Module:
 def _hunyuan_video() -> nn.Module:
     from comfy.ldm.models.autoencoder import AutoencoderKL
 
-    sizes = {
-        "double_z": True, "z_channels": 16, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
-        "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0, "conv3d": True,
-        "time_compress": 4,
-    }  # fmt: skip
+    sizes = {**comfyui_models.VAE, "z_channels": 16, "conv3d": True, "time_compress": 4}
     return AutoencoderKL(ddconfig=sizes, embed_dim=16)
 
 
@@ -81,11 +77,7 @@ def _seedvr2() -> nn.Module:
 def _sd15() -> nn.Module:
     from comfy.ldm.models.autoencoder import AutoencoderKL
 
-    sizes = {
-        "double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
-        "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
-    }  # fmt: skip
-    return AutoencoderKL(ddconfig=sizes, embed_dim=4)
+    return AutoencoderKL(ddconfig=comfyui_models.VAE, embed_dim=comfyui_models.VAE["z_channels"])
 
 
 class Decode(NamedTuple):
