@@ -94,11 +94,9 @@ def test_every_video_network_is_here():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_tables_of_positions")
 @pytest.mark.parametrize(("model", "part"), VIDEO, ids=["-".join(key) for key in VIDEO])
-def test_video_networks_are_the_published_ones(model, part, monkeypatch):
-    # SD3.5's table of positions has 226 million values, which nobody reads here.
-    table = "diffusers.models.embeddings.get_2d_sincos_pos_embed"
-    monkeypatch.setattr(table, lambda width, size, **_: torch.zeros(()).expand(size * size, width))
+def test_video_networks_are_the_published_ones(model, part):
     network = VIDEO_NETWORKS[model][part]
     where = {"dtype": torch.float16, "device": "meta"}
     built = architectures.build_video_network(network, **where)

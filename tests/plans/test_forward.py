@@ -28,7 +28,7 @@ from sdfastgn.plans.run.plan import Plan
 from tests.patches.cases import agree, noise
 from tests.patches.samples import randomize
 from tests.plans.engine import slices_pay
-from tests.plans.models import of_diffusers
+from tests.plans.models import WAN, of_diffusers
 
 pytestmark = [pytest.mark.fused_on_cpu, pytest.mark.usefixtures("without_gradients")]
 
@@ -806,13 +806,12 @@ def test_results_are_freed_at_once(pair):
 # ---- arguments that a call changes: caches of decoders
 
 
-CHUNKED = {"z_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "temperal_downsample": [False, True]}
 each_chunked = pytest.mark.parametrize(
     ("kind", "sizes"),
     [
-        ("AutoencoderKLWan", {"base_dim": 8}),
-        ("AutoencoderKLQwenImage", {"base_dim": 8}),
-        ("AutoencoderKLQwenImage21", {"base_dim": 8, "decoder_base_dim": 8}),
+        ("AutoencoderKLWan", WAN),
+        ("AutoencoderKLQwenImage", WAN),
+        ("AutoencoderKLQwenImage21", {**WAN, "decoder_base_dim": 8}),
     ],
 )
 
@@ -820,7 +819,7 @@ each_chunked = pytest.mark.parametrize(
 def chunked(kind, sizes):
     """(optimized, stock): an autoencoder that decodes frame by frame, and keeps frames in lists meanwhile."""
     torch.manual_seed(0)
-    stock = randomize(of_diffusers(kind, **CHUNKED, **sizes)).eval()
+    stock = randomize(of_diffusers(kind, **sizes)).eval()
     return sdfastgn.optimize(copy.deepcopy(stock), cuda_graphs=False), stock
 
 
@@ -836,7 +835,7 @@ def calls_of_plans(model):
 
 @pytest.mark.slow
 def test_a_decoder_with_a_list_of_caches():
-    model, stock = chunked("AutoencoderKLWan", {"base_dim": 8})
+    model, stock = chunked("AutoencoderKLWan", WAN)
     decodes_as_stock(model, stock, frames=2)
     assert calls_of_plans(model) == {"decoder": 2 * 3}
     assert all(each.own == {} for each in sdfastgn.report(model).plans)
@@ -857,7 +856,7 @@ def test_one_frame_is_one_plan_that_keeps_no_frames(kind, sizes):
 
 
 def test_tiles_of_one_frame_have_plans_of_the_decoder():
-    model, stock = chunked("AutoencoderKLQwenImage", {"base_dim": 8})
+    model, stock = chunked("AutoencoderKLQwenImage", WAN)
     for each in (model, stock):
         each.enable_tiling(16, 16, 8, 8)
     decodes_as_stock(model, stock, frames=1)
@@ -867,7 +866,7 @@ def test_tiles_of_one_frame_have_plans_of_the_decoder():
 
 def test_caches_that_outlive_one_frame_have_no_plan(monkeypatch):
     """As if a release of diffusers cleared its lists only before a decode."""
-    model, stock = chunked("AutoencoderKLQwenImage", {"base_dim": 8})
+    model, stock = chunked("AutoencoderKLQwenImage", WAN)
     clear = type(stock).clear_cache
 
     def only_before(vae):

@@ -66,14 +66,7 @@ HUNYUAN_15 = {
 }
 
 
-QWEN_21 = {
-    "base_dim": 8,
-    "decoder_base_dim": 8,
-    "z_dim": 4,
-    "dim_mult": [1, 2, 2],
-    "num_res_blocks": 1,
-    "temperal_downsample": [False, True],
-}
+QWEN_21 = {**WAN, "decoder_base_dim": 8, "dim_mult": [1, 2, 2], "temperal_downsample": [False, True]}
 
 
 def family(name, settings, *shape):
