@@ -217,7 +217,9 @@ class PlannedForward(MethodEntry):
             return self._compiled(module, *args, **kwargs)
         if is_tracing() or _is_alone.get() or not self.is_on:
             return getattr(type(module), self.method)(module, *args, **kwargs)
-        own_call: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.method != "forward" and repeats_decoder(module, args, kwargs):
+            return self._run_own(args, kwargs, contextlib.nullcontext())  # the decoder has plans
+        own_call: AbstractContextManager[None] = contextlib.nullcontext()
         for _ in range(2):
             try:
                 return self.by_plan(*args, **kwargs)
@@ -228,10 +230,13 @@ class PlannedForward(MethodEntry):
                 if isinstance(error, _Fills):
                     own_call = self._filling(module, error.call, error.plans)
                 break
-        if reason:
-            count_reason(self.own, reason)
-        with running(bool(self._states.replaced(self._states.look()))), self._without_traces(), own_call:
-            return class_forward(module, self.method)(*args, **kwargs)
+        count_reason(self.own, reason)
+        return self._run_own(args, kwargs, own_call)
+
+    def _run_own(self, args: Any, kwargs: Any, inner: AbstractContextManager[None]) -> Any:
+        """The result of a call from the model's own code, which runs in the context ``inner``."""
+        with running(bool(self._states.replaced(self._states.look()))), self._without_traces(), inner:
+            return class_forward(self.module, self.method)(*args, **kwargs)
 
     def by_plan(self, *args: Any, **kwargs: Any) -> Any:
         """The result of a call, from its plan. Raises Unsupported or Untraceable if it has none."""
@@ -449,8 +454,6 @@ class PlannedForward(MethodEntry):
         }
         call = Call(args, kwargs, numbers)
         call.tensors = list(call.as_tensors())
-        if repeats_decoder(module, call):
-            raise Unsupported("")  # the decoder has a plan of its own
         first = next((t for t in call.tensors if isinstance(t, Tensor) and t.is_floating_point()), None)
         if first is None or not dispatch.has_kernels(first):
             where = f"on {call.device}" if first is None else f"for {first.dtype} on {first.device}"

@@ -129,7 +129,7 @@ def plans_of(model: nn.Module, call: Callable[[], object], gpu_kind: str) -> lis
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         method = method_of(module)
-        if is_tracing() or (method != "forward" and repeats_decoder(module, Call(args, kwargs, {}))):
+        if is_tracing() or repeats_decoder(module, args, kwargs):
             return class_forward(module, method)(*args, **kwargs)
         arguments, planned = None, _Planned(paths[module], module)
         key: Any = len(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -225,11 +226,11 @@ def reason_for(module: Any, call: Call) -> str | None:
     return None
 
 
-def repeats_decoder(module: nn.Module, call: Call) -> bool:
-    """True if ``call`` of ``method_of(module)`` calls a decoder several times: for frames, or for tiles."""
+def repeats_decoder(module: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if a call of ``method_of(module)`` calls a decoder several times: for frames, or for tiles."""
     if method_of(module) == "forward":
         return False
-    z = call.tensors[0]
+    z = next(iter((*args, *kwargs.values())), None)
     return _has_tiles(module) or not isinstance(z, Tensor) or z.dim() != 5 or z.shape[2] != 1
 
 
