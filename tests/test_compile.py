@@ -165,7 +165,7 @@ CASES = [
     pytest.param("unet", False, id="unet", marks=pytest.mark.slow),
     pytest.param("up_block", True, id="up_block-dynamic"),
     pytest.param("encoder", False, id="encoder"),
-    pytest.param("decoder", True, id="decoder-dynamic"),
+    pytest.param("decoder", True, id="decoder-dynamic", marks=pytest.mark.slow),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,13 @@ def name_of(path: Path) -> str:
 
 def functions(code: str) -> Iterator[Function]:
     return (node for node in ast.walk(ast.parse(code)) if isinstance(node, Function))
+
+
+@functools.cache
+def imports(path: Path) -> list[ast.ImportFrom]:
+    """The statements ``from ... import ...`` of a file, also those inside of functions."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
 
 
 def function_lines(function: Function) -> int:
@@ -60,8 +68,8 @@ def test_tests_and_scripts_import_public_names() -> None:
     private = [
         f"{name_of(path)} imports {node.module}.{alias.name}"
         for path in [*TESTS, *sorted((ROOT / "scripts").rglob("*.py"))]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sdfastgn")
+        for node in imports(path)
+        if (node.module or "").startswith("sdfastgn")
         for alias in node.names
         if any(
             part.startswith("_") and part != "__version__" for part in (*node.module.split("."), alias.name)
@@ -74,9 +82,8 @@ def test_no_test_imports_a_test() -> None:
     assert not [
         f"{name_of(path)} imports {node.module}"
         for path in TESTS
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom)
-        and any(
+        for node in imports(path)
+        if any(
             part.startswith("test_")
             for part in [*(node.module or "").split("."), *(a.name for a in node.names)]
         )

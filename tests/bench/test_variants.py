@@ -134,6 +134,7 @@ def test_only_unet_and_vae_of_a_pipeline_change_layout():
     assert all(part.decoder[0].weight.is_contiguous() for part in modules_of(pipe).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["channels_last", "compile_channels_last"])
 def test_weights_of_both_convolutions_are_channels_last(name):
     images, video = nn.Conv2d(8, 8, 3), nn.Conv3d(8, 8, 3)

@@ -303,6 +303,7 @@ def test_kernels_that_fail_meanwhile_are_no_verdict(monkeypatch):
     assert {v.status for v in found if v.path.endswith("ff.net.0")} == {UNVERIFIED}
 
 
+@pytest.mark.slow
 def test_a_model_with_dropout_in_training_keeps_its_mode():
     model = unet(dropout=0.5).train()
     sdfastgn.optimize(model, verify=True)

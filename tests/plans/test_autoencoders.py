@@ -166,7 +166,7 @@ def test_a_hook_in_the_model(model, i):
         video_cases.same(models, decode_of(codes(2, latents=(1, 2))))  # its layout is that of a hook's result
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @each_with_kept_frames
 @pytest.mark.parametrize("layer", ["conv_in", "conv_out", "up_blocks.0.upsampler.conv"])
 def test_a_hook_that_comes_between_batches_of_frames(model, layer):
@@ -202,7 +202,7 @@ def test_a_lora_in_the_model(model, layer):
         same(models, encode_of(pixels(model[2], 3, latents=(1, 2))))
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @each_model
 def test_restored_bit_by_bit(model):
     _, stock = twins(model)

@@ -204,7 +204,7 @@ def test_changed_weights_are_quantized_again(change):
     assert (plan_of(model) is plan) == (change is not loaded)  # which puts other parameters into the model
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [scaled, replaced_data])
 def test_counted_writes_and_moves_are_noticed_before_a_call(change, monkeypatch):
     """Without a comparison of contents, and without a second run."""
@@ -221,6 +221,7 @@ def test_weights_that_do_not_change_are_quantized_once(monkeypatch):
         run(model, seed)
 
 
+@pytest.mark.slow
 def test_plans_of_other_sizes_share_the_weights():
     model = in_e4m3(made())
     before = sdfastgn.report(model).fp8

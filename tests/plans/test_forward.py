@@ -394,6 +394,7 @@ def test_more_sizes_than_plans_in_rotation(monkeypatch):
     assert planned(model).traces == 4
 
 
+@pytest.mark.slow
 def test_numbers_that_never_repeat_are_not_traced_each_time(pair):
     model, stock = pair
     for i in range(70):

@@ -237,6 +237,7 @@ def test_a_model_without_a_plan_keeps_the_plans_of_its_blocks():
     assert sdfastgn.report(pair.model).merged
 
 
+@pytest.mark.slow
 def test_a_tensor_that_is_given_twice():
     pair = Pair("ZImageTransformer2DModel")
     prompt = torch.randn_like(pair.inputs(0)["cap_feats"][0])
@@ -301,6 +302,7 @@ def test_changes_are_noticed(device):
     assert "eps" in state(pair.model).last_change
 
 
+@pytest.mark.slow
 def test_tables_that_were_written_need_a_new_graph(monkeypatch):
     pair = Pair()
     pair.agree(*range(4))
@@ -445,6 +447,7 @@ def test_a_mask_that_is_written_between_replays():
     assert pair.counts[2] > 12
 
 
+@pytest.mark.slow
 def test_masks_that_are_new_in_each_call_have_one_graph():
     pair = Pair(HUNYUAN)
     for seed in range(10):

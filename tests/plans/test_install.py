@@ -260,7 +260,7 @@ def test_a_unet_whose_blocks_have_norms_of_their_own(mode):
     assert torch.equal(*(call.run(each, **call.drawn(0))[0] for each in (model, stock)))
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("modes", [(False, "auto"), ("auto", False)])
 def test_graphs_are_turned_on_and_off(modes):
     model = autoencoder()

@@ -215,6 +215,7 @@ def test_the_model_may_change(seen):
     assert pair.counts(seen, mask) == [{"masked": 1, 11: 2}]
 
 
+@pytest.mark.slow
 def test_threads_with_masks_of_their_own():
     pair = Pair(HUNYUAN)
     inputs = pair.call.drawn(0)

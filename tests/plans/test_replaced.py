@@ -154,6 +154,7 @@ def test_copies(made, copied):
     assert planned(other) is not planned(unet)
 
 
+@pytest.mark.slow
 def test_plans_off(made):
     unet, stock, inputs = made
     with block():

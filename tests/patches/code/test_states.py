@@ -67,7 +67,7 @@ def test_code_replaced_after_some_calls(device, case, mode):
         assert state(unet).last_change.startswith("other code has replaced ")
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", OF_UNETS, ids=lambda case: f"{case[0].__name__}.{case[1]}")
 def test_code_replaced_before_the_first_call(device, case, mode):

@@ -398,7 +398,7 @@ def test_a_second_optimize_keeps_what_was_learned(by_graph):
     assert growths(fused) == {**grown, "attn2.to_q": 1}
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_inside", [False, True], ids=["outside", "inside"])
 def test_in_inference_mode(by_graph, is_inside):
     """All but the model's weights may be made in inference mode, and used outside of it, or the reverse."""

@@ -78,6 +78,7 @@ def test_a_copy_that_was_written_in_part_is_written_again(no_memory):
     assert torch.equal(call(fused), before)
 
 
+@pytest.mark.slow
 def test_restore_and_another_precision_are_exact():
     fused, plain, stock = twins()
     before = {name: p.clone() for name, p in stock.state_dict().items()}

@@ -218,6 +218,7 @@ def test_restored_it_decodes_exactly_as_stock(stock, held):
     assert vars(vae).keys() == vars(before).keys()
 
 
+@pytest.mark.slow
 def test_a_copy_decodes_without_the_original(stock, held):
     z, vae = latents(1, 4, 9, 6), optimized(stock)
     copied, shallow = copy.deepcopy(vae), copy.copy(vae)

@@ -410,7 +410,7 @@ def test_a_layer_whose_weight_is_read_in_each_call(device):
     assert unet.encoder_hid_proj.image_projection_layers[0].image_embeds in records
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_first", [True, False], ids=["before-optimize", "after-optimize"])
 def test_first_and_last_convolutions_are_merged(is_first):
     """They have sdfastgn's hooks, which change layouts. With merged weights, the hooks still run."""
@@ -458,6 +458,7 @@ def test_a_hook_beside_sdfastgns_own_ends_the_graph(name):
     same_results(unet, stock, inputs, 3)
 
 
+@pytest.mark.slow
 def test_scale_0_in_the_arguments_resets_the_scales_as_in_stock():
     unet, stock, inputs = make()
     for model in (unet, stock):
@@ -470,6 +471,7 @@ def test_scale_0_in_the_arguments_resets_the_scales_as_in_stock():
     assert state(unet).captured == 1
 
 
+@pytest.mark.slow
 def test_a_scale_in_the_arguments_beside_a_layer_that_is_not_merged():
     unet, stock, inputs = make()
     for model in (unet, stock):
@@ -585,6 +587,7 @@ def test_streams_take_turns_with_new_scales():
     assert state(unet).captured == 1
 
 
+@pytest.mark.slow
 def test_the_report_and_restore():
     unet, stock, inputs = make()
     two(unet), two(stock)
@@ -606,6 +609,7 @@ def test_the_report_and_restore():
     assert not sdfastgn.report(unet).merged
 
 
+@pytest.mark.slow
 def test_merged_weights_are_given_back_if_memory_is_short():
     unet, stock, inputs = make()
     two(unet), two(stock)
@@ -622,6 +626,7 @@ def test_merged_weights_are_given_back_if_memory_is_short():
     assert "no memory for merged weights" in report.skipped[0].reason
 
 
+@pytest.mark.slow
 def test_merged_weights_are_given_back_after_graphs():
     """The first call of a kind runs eagerly. First the graphs of other calls are dropped."""
     unet, stock, inputs = make()
@@ -642,6 +647,7 @@ def test_merged_weights_are_given_back_after_graphs():
     assert alive[-2:] == [1, 0]
 
 
+@pytest.mark.slow
 def test_not_merged_if_not_wanted():
     unet, stock, inputs = make(merge_adapters=False)
     two(unet), two(stock)

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.fused_on_cpu
 
 # Calls, and the most of them between two changes of the thread.
 SIZES = [
-    pytest.param("cpu", 150, 24, id="tape"),
+    pytest.param("cpu", 50, 24, id="tape"),
+    pytest.param("cpu", 150, 24, id="tape-long", marks=pytest.mark.slow),
     pytest.param("cuda", 10_000, 120, id="graph", marks=pytest.mark.gpu),
 ]
 VALUES = (0, 1)

@@ -213,6 +213,7 @@ def test_a_backward_that_runs_again_after_another_call():
     same({name: p.grad for name, p in parameters(unet).items()}, before)
 
 
+@pytest.mark.slow
 def test_a_backward_that_runs_again_after_a_call_that_failed(monkeypatch):
     """The failed call has overwritten the arguments that the forward would read again."""
     unet, _, batch = pair()
@@ -282,6 +283,7 @@ def test_a_backward_while_another_thread_captures(monkeypatch):
     assert trained_state(captured).replays == 1
 
 
+@pytest.mark.slow
 def test_no_second_derivative():
     unet, _, batch = pair()
     warm(unet, batch=batch)
@@ -302,6 +304,7 @@ def test_a_write_between_a_call_and_its_backward_is_an_error():
         loss.backward()
 
 
+@pytest.mark.slow
 def test_weights_that_move_between_a_call_and_its_backward_are_an_error():
     unet, _, batch = pair()
     warm(unet, batch=batch)
@@ -430,7 +433,7 @@ REASONS = [
 ]
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("change", "reason"), REASONS)
 def test_some_models_run_eagerly_for_a_reason(change, reason, device):
@@ -464,7 +467,7 @@ class Captures(TapeBackend):
         return handle
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("function", [None, reentrant], ids=["diffusers", "reentrant"])
 def test_gradient_checkpointing(function, device):
@@ -533,6 +536,7 @@ def test_saved_tensors_hooks_and_anomaly_mode_run_eagerly():
     assert trained_state(unet).replays == replays
 
 
+@pytest.mark.slow
 def test_an_error_in_the_capture_leaves_the_step_eager():
     unet, other, batch = pair()
     sdfastgn.restore(unet)
@@ -604,6 +608,7 @@ def test_restored_exactly():
     assert set(vars(unet)) - {"peft_config", "_hf_peft_config_loaded"} == set(before)
 
 
+@pytest.mark.slow
 def test_other_modes_have_no_graphs_of_training():
     unet, _, batch = pair()
     sdfastgn.restore(unet)
@@ -630,6 +635,7 @@ def test_new_values_of_freeu_before_a_backward():
     assert "changed from" in trained_state(unet).last_change
 
 
+@pytest.mark.slow
 def test_a_controlnets_scale_is_an_input():
     controlnet, other = (build_controlnet("tiny", torch.float32, "cpu").train() for _ in range(2))
     optimized(controlnet, "training")

@@ -62,6 +62,7 @@ def test_a_new_mix_of_frames_takes_effect(change):
         agree(run(unet, values), run(stock, values))
 
 
+@pytest.mark.slow
 def test_a_graph_is_given_up_if_it_leaves_too_little_memory():
     unet, stock = make("animatediff")
     backend = TapeBackend()

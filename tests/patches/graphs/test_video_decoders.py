@@ -153,7 +153,7 @@ def test_each_number_of_frames_has_its_graph(case):
     assert counts(vaes[0]) == (3, 7)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @each_chunked
 def test_the_caches_are_as_after_a_stock_call(case):
     vaes = twins(case)
@@ -186,7 +186,7 @@ def test_a_changed_model_has_a_new_graph(case):
     assert "post_quant_conv" in state(vaes[0]).last_change
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @each_family
 def test_images_in_slices(case):
     vaes = twins(case)

@@ -281,6 +281,7 @@ def test_transforms_are_left_alone():
     torch.testing.assert_close(tangent, image() / 2)
 
 
+@pytest.mark.slow
 def test_under_a_compiler():
     norm = sdfastgn.optimize(nn.Sequential(nn.GroupNorm(3, 30), nn.SiLU()).to(WHERE["device"]))
 

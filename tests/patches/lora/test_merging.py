@@ -355,7 +355,7 @@ def test_every_layer_of_a_unet(graphs):
     assert merged.layers == sum(hasattr(m, "set_scale") for m in unet.modules())
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_first", [True, False], ids=["before-optimize", "after-optimize"])
 @torch.no_grad()
 def test_layouts_of_first_and_last_convolutions(is_first, monkeypatch):

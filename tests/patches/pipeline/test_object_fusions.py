@@ -152,6 +152,7 @@ def test_what_pipelines_ask_their_parts(pipe):
     assert other("a cat", image=images, strength=0.5, num_inference_steps=6).images[0].size == (64, 64)
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_comes_later(pipe):
     sdfastgn.optimize(pipe)
     pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)

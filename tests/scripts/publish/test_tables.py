@@ -97,6 +97,7 @@ def test_torch_compile_is_compared_in_the_mode_that_was_tried(tmp_path):
     assert cells_of(text, "| SD1.5 pipeline")[0][2] == "- / 60 / 60"
 
 
+@pytest.mark.slow
 def test_the_headline_has_the_peers_at_their_best(tmp_path):
     save(tmp_path, "a.json", "end_to_end", UNET)
     save(tmp_path, "b.json", "end_to_end", [row("eager", 60.0, part="vae"), row("compile", 50.0, part="vae")])
