@@ -15,11 +15,11 @@ from comfy.patcher_extension import CallbacksMP, PatcherInjection
 from torch import nn
 
 from sdfastgn.patches.comfyui import dynamic_vram
+from sdfastgn.patches.comfyui.fused_vae import FusedVAE
 from sdfastgn.patches.comfyui.graphs import UNET, begin_run
 from sdfastgn.patches.comfyui.inject import KEY, drop_graphs, eject, inject, root_of
 from sdfastgn.patches.comfyui.report import text_of
 from sdfastgn.patches.comfyui.staying import stay_fused
-from sdfastgn.patches.comfyui.tiled_decode import FusedVAE
 from sdfastgn.patches.graphs.install import INFERENCE_MODES
 
 
@@ -96,7 +96,7 @@ def optimize_model(
 def optimize_vae(vae: Any) -> Any:
     """A copy of ComfyUI's VAE ``vae``. While the copy is loaded, its model is fused. ``vae`` stays stock.
 
-    Its tiled decode of images has no seams (``tiled_decode.py``).
+    ``fused_vae.py`` says what else differs.
 
     Raises what ``check_vae`` raises.
     """

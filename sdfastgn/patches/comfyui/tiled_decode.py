@@ -6,9 +6,8 @@ averages the results. Each norm takes the mean and variance of its tile, so tile
 the decoder runs in strips, with the mean and variance of the whole image (``fusions/strips.py``), so there
 are no seams.
 
-``VAE`` is ComfyUI's object around an autoencoder, and no module. A copy of it gets the class ``FusedVAE``.
-Its ``decode_tiled_`` calls the autoencoder's own ``decode``, and the decoder in it runs in strips
-(``in_strips``). If the autoencoder is not fused at the moment, stock's tiles are decoded.
+``image_of`` calls the autoencoder's own ``decode``, and the decoder in it runs in strips (``in_strips``). If
+the autoencoder is not fused at the moment, stock's tiles are decoded (``fused_vae.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from torch import Tensor, nn
 
 from sdfastgn.kernels.common.setting import setting
 from sdfastgn.patches.comfyui.layers import plain_class, reason_to_cast
-from sdfastgn.patches.comfyui.staying import staying
 from sdfastgn.patches.fusions import strip_chain
 from sdfastgn.patches.fusions.strip_chain import Parts
 from sdfastgn.patches.fusions.strips import OutParts, ResnetParts, UpsampleParts
@@ -94,35 +92,7 @@ def _resnet_parts(block: Any) -> ResnetParts:
     )
 
 
-class FusedVAE(comfy.sd.VAE):
-    """ComfyUI's ``VAE`` that stays fused between its calls, and whose tiled decode of images has no seams."""
-
-    def decode(self, *args: Any, **options: Any) -> Any:
-        with staying(self.patcher):
-            return super().decode(*args, **options)
-
-    def decode_tiled(self, *args: Any, **options: Any) -> Any:
-        with staying(self.patcher):
-            return super().decode_tiled(*args, **options)
-
-    def encode(self, *args: Any, **options: Any) -> Any:
-        with staying(self.patcher):
-            return super().encode(*args, **options)
-
-    def encode_tiled(self, *args: Any, **options: Any) -> Any:
-        with staying(self.patcher):
-            return super().encode_tiled(*args, **options)
-
-    def decode_tiled_(self, *args: Any, **options: Any) -> Tensor:
-        """Decode latents (N, C, H, W) as ``_image_of`` does, or in stock's tiles. Arguments as in stock."""
-        # ``_image_of`` takes the arguments of the tested versions of stock's method. If the installed version
-        # was not tested, no model is fused (``_SOURCES``), and stock's method gets the arguments.
-        is_fused = any(fusion.is_applied(self.first_stage_model) for fusion in AUTOENCODERS)
-        image = _image_of(self, *args, **options) if is_fused else None
-        return super().decode_tiled_(*args, **options) if image is None else image
-
-
-def _image_of(
+def image_of(
     vae: Any, samples: Tensor, tile_x: int = 64, tile_y: int = 64, overlap: int = 16
 ) -> Tensor | None:
     """Decodes ``samples`` (N, C, H, W) in strips: (N, 3, 8 H, 8 W) in fp32 for a decoder of four levels.

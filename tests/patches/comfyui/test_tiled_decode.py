@@ -18,7 +18,7 @@ from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine  # no
 from comfy.ldm.modules.diffusionmodules import model as comfy_model  # noqa: E402
 
 from scripts.publish import comfyui_models  # noqa: E402
-from sdfastgn.patches.comfyui import tiled_decode  # noqa: E402
+from sdfastgn.patches.comfyui import fused_vae, tiled_decode  # noqa: E402
 from sdfastgn.patches.comfyui.inject import eject, inject  # noqa: E402
 from sdfastgn.patches.comfyui.model_patcher import optimize_vae  # noqa: E402
 from sdfastgn.patches.comfyui.report import parts_of  # noqa: E402
@@ -273,7 +273,7 @@ def test_a_foreign_vae_keeps_its_class(stock):
     other = copy.copy(stock)
     other.__class__ = OtherVAE
     assert type(optimize_vae(other)) is OtherVAE
-    assert type(optimize_vae(optimize_vae(stock))) is tiled_decode.FusedVAE
+    assert type(optimize_vae(optimize_vae(stock))) is fused_vae.FusedVAE
 
 
 @pytest.mark.without_kernels
