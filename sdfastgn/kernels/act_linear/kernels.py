@@ -38,7 +38,7 @@ def _act_linear_kernel(
     """Computes y = act(x) @ weight.T + biases. A program computes ``BLOCK_C`` columns of ``BLOCK_N`` rows.
 
     ``STEPS``: number of blocks of ``BLOCK_K`` elements that are loaded at the same time. ``VECTOR``: number
-    of contiguous elements of a thread. ``EVEN``: True if no element is masked along K.
+    of contiguous elements that a thread loads at once. ``EVEN``: True if no element is masked along K.
     """
     blocks = tl.cdiv(C, BLOCK_C)
     n = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)

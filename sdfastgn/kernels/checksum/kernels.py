@@ -36,7 +36,7 @@ def checksum_kernel(blocks_ptr, tensors_ptr, window_ptr, sums_ptr, BLOCK: tl.con
     program = tl.program_id(0)
     tensor = tl.load(blocks_ptr + 2 * program)
     row = tensors_ptr + 3 * tensor
-    # Triton does not know how an address from a table is aligned.
+    # ``multiple_of`` is needed because Triton does not know how an address from a table is aligned.
     x = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.int64)), 16)
     period = tl.load(row + 2)
     block = tl.load(blocks_ptr + 2 * program + 1) * period + tl.load(window_ptr) % period
