@@ -62,7 +62,7 @@ def _act_linear_kernel(
             at = start + step * BLOCK_K + k
             mask = None if EVEN else at < K
             # ``max_contiguous`` makes Triton place all threads along K, both for x and for the weight.
-            # Without it, Triton spreads the threads that load the weight over several rows, and each step
+            # Otherwise Triton spreads the threads that load the weight over several rows, and each step
             # exchanges values through shared memory.
             x_at = tl.max_contiguous(x_row + at, [1, 1, VECTOR])
             weight_at = tl.max_contiguous(weight_row + at, [1, 1, VECTOR])

@@ -13,13 +13,15 @@ and the kernel reads and writes tokens with this stride. PyTorch's attention wou
 tokens of each pixel are neighbors.
 
 ``attend_in_samples`` uses the same kernel for a batch of many short sequences. The samples of the batch take
-the place of the pixels, and the tokens of a sample that of the frames. It accepts both orders in memory.
+the place of the pixels, and the tokens of a sample take the place of the frames. In memory, tokens may be
+ordered by sample or by their place in the sample.
 
-Numerics: products are accumulated in fp32, and the softmax is fp32. Its result is rounded to the dtype of v
+Numerics: products are accumulated in fp32, and the softmax is fp32. The softmax is rounded to the dtype of v
 before the second product. y is rounded once.
 
 The kernel is for inference only: there is no registered op and no backward. If gradients are wanted or the
-kernel cannot run, PyTorch's attention runs for one sample after the other.
+kernel cannot run, ``attend_over_frames`` runs PyTorch's attention for one sample after the other, and
+``attend_in_samples`` returns None.
 
 Source: Vaswani et al., 2017.
 """
@@ -117,7 +119,7 @@ def tokens_within(q: Tensor, k: Tensor, v: Tensor) -> bool | None:
     """
     if q.dim() != 4 or not q.shape == k.shape == v.shape or len(q) < _LEAST_SAMPLES:
         return None
-    # The kernel is faster than others because its tiles have several samples. Here a tile would have only one.
+    # The kernel is faster than others if its tiles have several samples. Here a tile would have only one.
     if 2 * next_power_of_2(q.shape[2]) > _ROWS:
         return None
     for outer, inner in ((2, 0), (0, 2)):

@@ -130,7 +130,7 @@ def _divide_kernel(
 
 
 class _Plan:
-    """The chunks, and the launches for them, for calls with equal sizes, scale, dtype and device.
+    """The chunks of queries, and their launches, for calls with equal sizes, scale, dtype and device.
 
     ``launches`` maps the number of rows of a chunk to (launch of the softmax, launch of the division). The
     last chunk may have fewer rows than the others. ``scratch``: number of fp32 values in the memory for the
@@ -214,7 +214,7 @@ def _launch(
     workspace: tuple[Tensor, ...],
     y: Tensor,
 ) -> None:
-    """Launch the four steps of one chunk, which fill its rows of y.
+    """Launch the four kernels for one chunk of queries, which compute the chunk's rows of y.
 
     Args:
         tensors: q (count, L, D), k and v (count, keys, D), where ``count`` is the number of heads of all

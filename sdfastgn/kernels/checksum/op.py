@@ -24,7 +24,7 @@ from sdfastgn.kernels.common.sizes import ceil_div
 # Number of words, of 8 bytes each, that a program of the kernel sums.
 BLOCK = 2048
 _WORD = 8
-# The kernel reads 16 bytes at once.
+# Addresses of tensors must be multiples of this number of bytes, because the kernel reads 16 bytes at once.
 _ALIGNMENT = 16
 _WARPS = 8
 
@@ -78,11 +78,17 @@ class Checksums:
         self._windows = torch.arange(self.windows, device="cpu").view(-1, 1).repeat(1, 2).to(self._device)
 
     def of_window(self, tensors: Sequence[Tensor], window: int) -> Tensor:
-        """Computes the checksums of the blocks in ``window``, as int64, (number of tensors,)."""
+        """Computes the checksums of the blocks in ``window``, as int64, (number of tensors,).
+
+        A window of a tensor with the period p has every p-th block of this tensor.
+        """
         return (self.launch if dispatch.runs_in_triton(tensors[0]) else self.plain)(tensors, window)
 
     def of_all_windows(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Computes the checksums of the blocks in each window, as int64, (windows, number of tensors)."""
+        """Computes the checksums of the blocks in each window, as int64, (windows, number of tensors).
+
+        A window of a tensor with the period p has every p-th block of this tensor.
+        """
         if not dispatch.runs_in_triton(tensors[0]):
             return self._plain(tensors, range(self.windows))
         return torch.stack([self.launch(tensors, window) for window in range(self.windows)])
@@ -90,7 +96,8 @@ class Checksums:
     def launch(self, tensors: Sequence[Tensor], window: int) -> Tensor:
         """Computes the checksums of the blocks in ``window``, as int64, (number of tensors,).
 
-        The kernel computes them, or plain PyTorch if the kernel cannot be compiled.
+        The kernel computes them, or plain PyTorch if the kernel cannot be compiled. A window of a tensor with
+        the period p has every p-th block of this tensor.
         """
         self._copy(tensors)
         sums = torch.zeros(len(tensors), dtype=torch.int64, device=self._device)
@@ -102,7 +109,10 @@ class Checksums:
         return sums
 
     def plain(self, tensors: Sequence[Tensor], window: int) -> Tensor:
-        """Computes the checksums of the blocks in ``window`` in plain PyTorch, int64 (number of tensors,)."""
+        """Computes the checksums of the blocks in ``window`` in plain PyTorch, int64 (number of tensors,).
+
+        A window of a tensor with the period p has every p-th block of this tensor.
+        """
         return self._plain(tensors, range(window, window + 1))[0]
 
     def _plain(self, tensors: Sequence[Tensor], windows: range) -> Tensor:

@@ -1,8 +1,8 @@
 """The activations of ``common/activations.py`` and their derivatives as Triton functions.
 
 All functions take and return fp32 blocks. A block may have any shape. But if two neighboring elements share a
-reciprocal (the constant ``PAIRS``), it must have two or four axes. Exponentials and reciprocals are computed
-by the GPU's special-function unit, whose error is at most 2 units in the last place.
+reciprocal (the constant ``PAIRS``), the block must have two or four axes. Exponentials and reciprocals are
+computed by the GPU's special-function unit, whose error is at most 2 units in the last place.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def activate(z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
     ``PAIRS``: True if two neighbors on the last axis share one reciprocal, for 16-bit results.
     """
     if ACTIVATION == "relu":
-        z = tl.where(z < 0, 0.0, z)  # not ``tl.maximum``, which would turn NaN into 0
+        z = tl.where(z < 0, 0.0, z)  # ``tl.maximum`` would turn NaN into 0
     elif ACTIVATION == "silu":
         z = z * _sigmoid(z, PAIRS)
     elif ACTIVATION == "gelu":

@@ -1,8 +1,8 @@
 """The activations that can be fused with a norm or with ``act_linear``, in plain PyTorch.
 
 To add an activation, add its function to ``ACTIVATIONS`` and its derivative to ``ACTIVATION_GRADS``, and
-in ``common/activation_kernels.py`` a branch to ``activate`` and one to ``activation_grad``. Checks, error
-texts, ops and kernels then accept its name.
+in ``common/activation_kernels.py`` a branch to ``activate`` and one to ``activation_grad``. Checks, ops and
+kernels then accept its name, and error texts list the name.
 
 The keys of both dictionaries are the names in the public API. ``gelu`` is the exact (erf) form, ``gelu_tanh``
 is PyTorch's ``approximate="tanh"``.
@@ -42,12 +42,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _silu_grad(dy: Tensor, z: Tensor) -> Tensor:
-    s = torch.sigmoid(z)  # aten::silu_backward cannot be differentiated again
+    # aten::silu_backward is not used here, because it cannot be differentiated again.
+    s = torch.sigmoid(z)
     return dy * s * (1 + z * (1 - s))
 
 
 def _mish_grad(dy: Tensor, z: Tensor) -> Tensor:
-    t = torch.tanh(aten.softplus.default(z))  # aten::mish_backward cannot be differentiated again
+    # aten::mish_backward is not used here, because it cannot be differentiated again.
+    t = torch.tanh(aten.softplus.default(z))
     return dy * (t + z * torch.sigmoid(z) * (1 - t * t))
 
 

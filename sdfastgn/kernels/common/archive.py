@@ -253,7 +253,7 @@ def _add(device: torch.device) -> str | None:
 
 
 def _packaged(device: torch.device) -> Path | None:
-    """Path of the archive in the package sdfastgn_compiled. None if it is not installed, and on AMD's GPUs.
+    """Path of the archive in the package sdfastgn_compiled. None without the package, and on AMD's GPUs.
 
     Raises ArchiveError if the package has no archive for this GPU and Triton.
     """

@@ -36,8 +36,8 @@ class _Rehearsal:
         self._caches = threading.Lock()
 
     def add(self, launch: Any, dtypes: tuple[torch.dtype | None, ...]) -> None:
-        # Launches of a kernel that differ only in numbers use the same compiled kernel. So the key has no
-        # numbers.
+        # Launches of a kernel that differ only in numbers use the same compiled kernel. So the key of a
+        # compilation has no numbers.
         key = (launch.kernel, dtypes, *launch.constants.values(), *launch.options.values())
         if key in self.jobs:
             return
@@ -53,17 +53,18 @@ class _Rehearsal:
     ) -> None:
         prepared.join()
         with self._caches, contextlib.suppress(AttributeError):
-            # Reading this entry creates the kernel's cache for the device. Without the lock, two threads
-            # could create two caches. ``device_caches`` is private, and may be missing.
+            # Reading the kernel's entry in ``device_caches`` creates the kernel's cache for the device.
+            # Without the lock, two threads could create two caches. ``device_caches`` is private to Triton,
+            # and may be missing.
             launch.kernel.device_caches[self._device.index]
         with torch.cuda.device(self._device):  # the current device is a setting of each thread
             compiled = launch.kernel.warmup(
                 *dtypes, *launch.numbers, grid=(1,), **launch.constants, **launch.options
             )
             try:
-                # Reading ``run`` loads the kernel on the device. It also builds the launcher by a C compiler,
-                # unless Triton's cache has the launcher. So the first launch finds both. Without the lock,
-                # several threads would build the same launcher.
+                # Reading the attribute ``run`` of a compiled kernel loads the kernel on the device. It also
+                # builds the launcher by a C compiler, unless Triton's cache has the launcher. So the first
+                # launch finds both. Without the lock, several threads would build the same launcher.
                 with launcher:
                     _ = compiled.run
             except Exception:

@@ -9,8 +9,8 @@ A declaration is a NamedTuple class with one annotated field for each argument o
         eps: float
 
 Most functions here derive one thing from such a class, for example the op's schema. ``common/op.py`` and
-``common/grad_op.py`` use these functions to register ops. The other functions here are values for
-``Operand(whole=...)``, or prepare the tensors of a call.
+``common/grad_op.py`` use these functions to register ops. The other functions here copy tensors into memory
+layouts that kernels can read (``Operand(whole=...)``), or prepare the tensors of a call.
 
 An instance of such a class is a *call*: the values of the op's arguments. An *operand* is an argument that is
 a tensor.
@@ -137,8 +137,9 @@ WantedDtype = Annotated[torch.dtype | None, _WANTED]
 
 
 class Field(NamedTuple):
-    """One field of a declaration, for example ``Field("weight", 1, "Tensor?", Operand("(C,)"))``.
+    """One argument of an op: a field of the NamedTuple class that declares the op's arguments.
 
+    For example ``Field("weight", 1, "Tensor?", Operand("(C,)"))``.
     ``place``: index of the field. ``kind``: the field's type in the op's schema. ``note``: the field's
     annotation, such as an ``Operand``, or None if it has no annotation.
     """
@@ -155,7 +156,7 @@ class Field(NamedTuple):
 
 @functools.cache
 def fields_of(call_type: Any) -> tuple[Field, ...]:
-    """All fields of a declaration, including those with defaults."""
+    """All fields of the NamedTuple class that declares an op's arguments, including those with defaults."""
     hints = typing.get_type_hints(call_type, include_extras=True)
     found = []
     for place, name in enumerate(call_type._fields):
@@ -172,7 +173,10 @@ def fields_of(call_type: Any) -> tuple[Field, ...]:
 
 
 def arguments_of(call_type: Any) -> tuple[Field, ...]:
-    """The fields of a declaration that have no default: the arguments in the op's schema."""
+    """The fields of ``call_type`` that have no default: the arguments in the op's schema.
+
+    ``call_type``: the NamedTuple class that declares the op's arguments.
+    """
     return tuple(field for field in fields_of(call_type) if field.name not in call_type._field_defaults)
 
 
@@ -198,13 +202,15 @@ def passed_on(call_type: Any) -> tuple[str, ...]:
 def gradients_of(grad_type: Any) -> tuple[str, ...]:
     """Names of the operands whose gradients a backward can compute, for example ``("x", "weight")``.
 
-    ``grad_type``: the declaration of the backward.
+    ``grad_type``: the NamedTuple class that declares the arguments of the backward.
     """
     return tuple(field.name[1:] for field in fields_of(grad_type) if field.note is _WANTED)
 
 
 def backward_of(call_type: Any, saved: tuple[str, ...], dy: Operand, wanted: Any = Wanted) -> Any:
-    """Returns the declaration of an op's backward. The op must have one result with a gradient.
+    """Returns a NamedTuple class with the arguments of an op's backward: the declaration of the backward.
+
+    The op must have one result with a gradient.
 
     For example, an op has the arguments x, weight, activation and eps, and its forward saves the tensor mean.
     Then the fields are dy, x, mean, weight, activation, eps, dx, dweight. The order of the fields is:
@@ -344,7 +350,7 @@ def gaps_of(call: Any) -> tuple[tuple[int, Callable[[Tensor, Any], Tensor]], ...
 def without_gaps(call: Any, gaps: tuple[tuple[int, Callable[[Tensor, Any], Tensor]], ...]) -> Any:
     """Returns ``call`` with copies of the operands in ``gaps``, so that kernels can read all operands.
 
-    ``gaps``: the result of ``gaps_of(call)``.
+    ``gaps``: (index of the operand, function that copies the operand), from ``gaps_of(call)``.
     """
     arguments = list(call)
     for place, whole in gaps:

@@ -84,14 +84,14 @@ def turn_op_off(op: str, x: Tensor, error: KernelError) -> None:
 
 
 def is_op_off(op: str, x: Tensor) -> bool:
-    """True if the kernels of ``op`` are turned off on the GPU of ``x``, or all kernels in this process."""
+    """True if the kernels of ``op`` are turned off on the GPU of ``x``, or if all kernels are turned off."""
     return why_off is not None or (bool(ops_off) and (op, x.get_device()) in ops_off)
 
 
 def ops_without_kernels() -> dict[str, str]:
-    """The ops whose kernels are turned off, for reports. A key is, for example, ``geglu on cuda:0``.
+    """Returns {op and GPU: reason why the op's kernels are turned off there}, for reports.
 
-    The value is the reason why the kernels are turned off.
+    A key is, for example, ``geglu on cuda:0``.
     """
     return {
         f"{op} on {'cpu' if index < 0 else f'cuda:{index}'}": reason
@@ -198,9 +198,10 @@ def needs_op(x: Tensor) -> bool:
 
 
 def is_plain_inference(x: Tensor, others: Iterable[Any]) -> bool:
-    """True if the call may launch a kernel directly.
+    """True if a call may launch a kernel directly.
 
-    It may if it can skip PyTorch's dispatcher (``is_plain``), and autograd need not record it.
+    A call may do so if it can skip PyTorch's dispatcher (``is_plain``), and autograd need not record the
+    call.
     """
     return is_plain(x, others) and not (torch.is_grad_enabled() and wants_gradient(x, others))
 

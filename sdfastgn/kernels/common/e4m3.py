@@ -29,7 +29,7 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 # The largest number of E4M3.
 LARGEST = 448.0
-# Indices of a quantizer's numbers:
+# Indices of the numbers in a quantizer, the fp32 tensor with scales and counts of a quantization:
 # - the scale with which the last y was written. Matrix products read it from memory, so it comes first, at an
 #   address that is a multiple of 16;
 # - the learned scale, and 1 / the learned scale;
@@ -57,7 +57,7 @@ def launches_of(programs: int) -> tuple[tuple[int, bool], tuple[int, bool]]:
 def quantized(y: Tensor, quantizer: Tensor) -> Tensor:
     """Returns y / scale in E4M3, for y of any shape and float dtype.
 
-    Writes the scale into the quantizer, and adds to its totals.
+    Writes the scale into ``quantizer``, and updates its totals of values beyond the range of E4M3.
     """
     u = y.float() * quantizer[INVERSE]
     is_beyond = ~(u.abs() <= LARGEST)

@@ -42,7 +42,7 @@ def in_e4m3_range(y, mask, quantizer_ptr, RETRY: tl.constexpr):
         u = tl.where(tl.abs(u) < 449.0, u, float("nan"))
     else:
         u = y * tl.load(quantizer_ptr + 2)
-        beyond = (tl.abs(u) <= 448.0) == 0  # also True for NaN
+        beyond = (tl.abs(u) <= 448.0) == 0  # this is also True for NaN
         if mask is not None:
             beyond = beyond & mask
         count = tl.sum(beyond.to(tl.int32))

@@ -1,4 +1,4 @@
-"""Work that Python's garbage collector must not interrupt."""
+"""Turns Python's garbage collector off during work that it would slow down."""
 
 from __future__ import annotations
 

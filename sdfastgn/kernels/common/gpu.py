@@ -41,7 +41,7 @@ def current_stream(x: Tensor) -> int:
 
     On a CPU, where kernels run in Triton's interpreter, it is 0.
     """
-    index = x.get_device()  # -1 on a CPU; ``x.device.type`` would take more CPU time
+    index = x.get_device()  # -1 means the CPU; to read ``x.device.type`` would take more CPU time
     return 0 if index < 0 else current_raw_stream(index)
 
 

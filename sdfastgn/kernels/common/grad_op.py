@@ -66,7 +66,8 @@ class GradOp(Op):
             return _in_order(found, names)
 
         self._names, self._reference, self.plans = names, reference, Plans(name, arguments, plan)
-        # Number of arguments before x. These are the gradients of the other op's results.
+        # Number of arguments before x. These arguments are the gradients of the results of the op that is
+        # differentiated.
         self._results = arguments._fields.index("x")
         x = fields_of(arguments)[self._results]
         x_alone = ((x.place, x.note.whole),)
@@ -120,7 +121,7 @@ def _save_all(ctx: Any, call: Any, results: Any) -> None:
 def _derivative_of(
     reference: Callable[[Any], Gradients], gradients: tuple[str, ...]
 ) -> Callable[..., dict[str, Tensor | None]]:
-    """Returns the function ``backward`` of a ``GradOp``.
+    """Returns the function ``backward`` of a ``GradOp``, an op that itself computes gradients.
 
     The function ``backward`` runs ``reference`` under autograd, and differentiates the results.
     ``gradients``: names of the operands whose gradients ``reference`` computes.

@@ -132,7 +132,7 @@ class Launch:
     def direct(self) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]] | None:
         """Returns (launcher of the compiled kernel, arguments before the pointers, arguments after them).
 
-        The first three arguments are the grid. The caller must insert the stream after them. All pointers
+        The first three arguments are the grid. The caller must insert the stream after the grid. All pointers
         must be multiples of 16. Returns None before the first launch, and if launches go through
         ``kernel[grid]``.
         """
@@ -179,9 +179,9 @@ def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]] | None:
         parameters = tuple(inspect.signature(type(run).__call__).parameters)
     except AttributeError:
         return None
-    if parameters == (*_LAUNCHED, *_REPORTED, "args"):  # since Triton 3.7
+    if parameters == (*_LAUNCHED, *_REPORTED, "args"):  # this launcher is from Triton 3.7 or later
         return run, bound
-    if parameters != (*_LAUNCHED, "args"):  # up to Triton 3.6
+    if parameters != (*_LAUNCHED, "args"):  # it is not from Triton 3.6 or earlier either
         return None
     sizes = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
     if any(sizes) or not hasattr(run, "launch_pdl"):  # the kernel needs scratch memory, or the GPU is AMD's

@@ -5,7 +5,7 @@ its memory order is (N, C, *spatial) without gaps. It is *dense* if it is channe
 example, the (N, C, L) view of (N, L, C) tokens is channels-last.
 
 A tensor with one channel or one spatial position is both channels-last and channels-first. The kernels for
-both layouts give the right result for it, and the output has exactly the strides of the input.
+both layouts give the right result for such a tensor, and the output has exactly the strides of the input.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _keeps_channels_innermost(x: Tensor) -> bool:
 
 
 def dense_is_channels_last(x: Tensor) -> bool:
-    """True if ``dense(x)`` is channels-last. This function does not make the copy that ``dense`` may make."""
+    """True if ``dense(x)``, which is x or a copy of x without gaps, is channels-last. Makes no copy."""
     if is_dense(x):
         return is_channels_last(x)
     # A dense copy with one channel or one position is always channels-last (and channels-first).

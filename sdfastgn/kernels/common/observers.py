@@ -1,8 +1,9 @@
 """Lets other code record the Triton kernels that a thread launches.
 
-``sdfastgn/plans`` records one run of a model's forward as a list of PyTorch's ops and kernel launches. Its
-``TorchDispatchMode`` sees the ops. But it does not see launches, because they skip PyTorch's dispatcher. So
-the recording thread registers an *observer* here: a function that is called in place of each launch.
+``sdfastgn/plans`` traces a model's forward to a graph. It records one run of the graph as a list of PyTorch's
+ops and kernel launches. A ``TorchDispatchMode`` sees the ops. But it does not see launches, because launches
+skip PyTorch's dispatcher. So the recording thread registers an *observer* here: a function that is called in
+place of each launch.
 """
 
 from __future__ import annotations

@@ -139,8 +139,8 @@ class PlannedOp(Op):
             ``save`` is needed too.
         save: function ``(ctx, call, results)`` that stores in ``ctx`` what ``backward`` needs. None if
             ``backward`` is a ``GradOp``.
-        check: function ``(public name, call)`` that raises an error for what the declaration cannot
-            check. It is called after the check of the first operand.
+        check: function ``(public name, call)`` that raises an error for wrong arguments which the annotations
+            in the declaration do not exclude. It is called after the check of the first operand.
         plain: function ``call -> what the caller gets`` in PyTorch's own differentiable ops. It runs if no
             kernel can run on the first operand, in exports to ONNX, in torch.func transforms and in
             forward-mode AD. If it is None, ``reference`` runs instead, and the results in ``saved`` are
@@ -192,8 +192,8 @@ class PlannedOp(Op):
     def __call__(self, call: Any, name: str | None = None, *, is_plain: bool = False) -> Any:
         """Run ``call`` in the fastest way that is valid for it, and return what the caller gets.
 
-        ``is_plain``: True if the caller has checked that ``dispatch.is_plain`` is True. Then the check is not
-        repeated.
+        ``is_plain``: True if the caller has checked that the call can skip PyTorch's dispatcher
+        (``dispatch.is_plain``). Then this is not checked again.
 
         If an argument is wrong, the checks of the declaration or ``check`` raise an error. The error begins
         with ``name``, the name of the public function.

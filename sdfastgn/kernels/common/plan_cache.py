@@ -58,7 +58,7 @@ class Plan(Protocol):
 
 
 class SavingPlan(Plan, Protocol):
-    """The launches of an op that has a backward, which needs some of the op's results."""
+    """The launches of an op with a backward, which may need results that the caller does not get."""
 
     def run_and_save(self, call: Any) -> Any:
         """Launch the kernels, and return all results of the op, including those for the backward."""
@@ -95,9 +95,10 @@ class Plans:
         self.tensors, self._values, self._numbers = picker(places), picker(values), picker(numbers)
 
     def key(self, call: Any, tensors: tuple[Tensor | None, ...], saves: bool = True) -> tuple[Any, ...]:
-        """Returns the key of ``call`` in the cache. ``tensors`` is ``self.tensors(call)``.
+        """Returns the key of ``call`` in the cache.
 
-        ``saves``: True if the plan's ``run_and_save`` will be called instead of its ``run``.
+        ``tensors``: the tensors of ``call``, from ``self.tensors(call)``. ``saves``: True if the plan must
+        also return the results that only the backward needs (``run_and_save``).
         """
         # ``is_contiguous`` takes less CPU time than ``stride``, and ``get_device`` less than ``device``.
         # The strides of a contiguous tensor follow from its shape, except for axes with one element. Their
@@ -198,7 +199,7 @@ class _CopyingPlan:
 
 
 def picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """Returns a function that takes a call and returns its arguments with the indices ``places``."""
+    """Returns a function that takes the arguments of a call and returns those with the indices ``places``."""
     if not places:
         return lambda call: ()
     return itemgetter(*places) if len(places) > 1 else lambda call: (call[places[0]],)

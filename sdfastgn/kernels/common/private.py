@@ -159,14 +159,14 @@ class _Doubled(nn.Module):
 
 def _gives_one_twice() -> bool:
     """True if ``parametrize.cached()`` is active: two reads of a parametrized weight give the same tensor."""
-    probe = nn.LayerNorm(1)  # its initialization does not change the state of the random number generator
+    probe = nn.LayerNorm(1)  # a LayerNorm's initialization leaves the random number generator as it is
     parametrize.register_parametrization(probe, "weight", _Doubled())
     return probe.weight is probe.weight
 
 
 # Returns True inside ``torch.nn.utils.parametrize.cached()``.
 caches_parametrizations: Callable[[], bool] = (
-    (lambda: bool(parametrize._cache_enabled))  # ``cached()`` rebinds the variable, so each call reads it
+    (lambda: bool(parametrize._cache_enabled))  # each call reads the variable: ``cached()`` rebinds it
     if hasattr(parametrize, "_cache_enabled")
     else _gives_one_twice
 )
@@ -174,8 +174,8 @@ caches_parametrizations: Callable[[], bool] = (
 # ---- functions of ``torch.nn.functional``, which stay the same if a user replaces them in that module
 
 _nn: Any = getattr(_C, "_nn", None)
-# PyTorch's own functions, which ``torch.nn.functional`` has until a user replaces them. Their replacements
-# here, the ops in ``torch.ops.aten``, take a microsecond longer.
+# These are PyTorch's own functions, which ``torch.nn.functional`` has until a user replaces them. If PyTorch
+# lacks the private name, the op in ``torch.ops.aten`` is called, which takes a microsecond longer.
 linear: Callable[..., Tensor] = getattr(_nn, "linear", torch.ops.aten.linear.default)
 scaled_dot_product_attention: Callable[..., Tensor] = getattr(
     _nn, "scaled_dot_product_attention", torch.ops.aten.scaled_dot_product_attention.default
@@ -400,7 +400,7 @@ def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
             yield
         finally:
             _cudnn.allow_tf32 = older[0]
-            torch.set_float32_matmul_precision(older[1])  # also restores ``matmul.allow_tf32``
+            torch.set_float32_matmul_precision(older[1])  # this call also restores ``matmul.allow_tf32``
         return
     before = []
     for place in places:
@@ -431,7 +431,7 @@ sdp_priority_order: Callable[[], Any] = getattr(_C, "_get_sdp_priority_order", t
 
 # ---- matrix products in 8 bits
 
-# Multiplies two tensors in E4M3, each with a scale. None if this version of PyTorch lacks it.
+# Multiplies two matrices in E4M3, each with a scale. None if this version of PyTorch lacks the function.
 scaled_mm: Callable[..., Tensor] | None = getattr(torch, "_scaled_mm", None)
 
 # ---- tracing and recording calls of models
@@ -474,8 +474,8 @@ def fake_tensor_mode() -> Any:
 def is_of_fake_tensors(error: Exception) -> bool:
     """True if ``error`` is one of the errors of PyTorch's fake tensors.
 
-    They are raised if an op's result depends on the values of tensors, or if PyTorch does not know the op's
-    result.
+    Such errors are raised if an op's result depends on the values of tensors, or if PyTorch does not know how
+    to compute the result's shape.
     """
     return type(error).__module__ == "torch._subclasses.fake_tensor"
 
