@@ -13,5 +13,5 @@ ops = getattr(torch.ops, _NAMESPACE)
 
 
 def add_op_namespace_prefix(op_name: str) -> str:
-    """``"group_norm"`` -> ``"sdfastgn::group_norm"``"""
+    """Returns an op's name with the namespace: ``"sdfastgn::group_norm"`` for ``"group_norm"``."""
     return f"{_NAMESPACE}::{op_name}"

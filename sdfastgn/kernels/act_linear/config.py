@@ -1,9 +1,9 @@
 """The launch configuration of ``act_linear``: pure functions of sizes and the number of SMs.
 
 x (N, K) has few rows, so nearly all the time goes into reading the weight (C, K) from memory. A program
-processes a few rows of the weight. It reads enough columns of these rows at once to keep the memory busy. Its
-warps divide the columns among them. So the program applies the activation to each element of x only once, and
-uses the result for all its rows of the weight.
+processes a few rows of the weight. It reads enough columns of these rows at once to keep the memory busy.
+Each warp of the program processes some of the columns for all these rows. So the program applies the
+activation to each element of x only once, and uses the result for all its rows of the weight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MIN_VECTOR = 2
 # Maximum number of sums that a thread keeps in registers.
 _MAX_SUMS = 64
 # Number of bytes of the weight that a thread should load at the same time. ``TileConfig.steps`` is computed
-# from it.
+# from this number.
 _BYTES_UNDER_WAY = 256
 
 

@@ -38,7 +38,7 @@ def _act_linear_kernel(
     """Computes y = act(x) @ weight.T + biases. A program computes ``BLOCK_C`` columns of ``BLOCK_N`` rows.
 
     ``STEPS``: number of blocks of ``BLOCK_K`` elements that are loaded at the same time. ``VECTOR``: number
-    of contiguous elements of a thread. ``EVEN``: True if no element is masked along K.
+    of contiguous elements that a thread loads at once. ``EVEN``: True if no element is masked along K.
     """
     blocks = tl.cdiv(C, BLOCK_C)
     n = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -62,7 +62,7 @@ def _act_linear_kernel(
             at = start + step * BLOCK_K + k
             mask = None if EVEN else at < K
             # ``max_contiguous`` makes Triton place all threads along K, both for x and for the weight.
-            # Without it, Triton spreads the threads that load the weight over several rows, and each step
+            # Otherwise Triton spreads the threads that load the weight over several rows, and each step
             # exchanges values through shared memory.
             x_at = tl.max_contiguous(x_row + at, [1, 1, VECTOR])
             weight_at = tl.max_contiguous(weight_row + at, [1, 1, VECTOR])

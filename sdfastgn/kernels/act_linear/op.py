@@ -8,7 +8,8 @@ The ResNet blocks of a diffusion model compute this from the time embedding, abo
 with N of 1 or 2.
 
 On a GPU the kernel of ``act_linear/kernels.py`` runs; that file explains layouts and numerics. Under autocast
-PyTorch's linear layer runs. Everywhere else, and with gradients, ``reference_act_linear`` runs.
+PyTorch's linear layer runs. Everywhere else, and with gradients, ``reference_act_linear`` runs in plain
+PyTorch.
 
 Source: torch.nn.functional.linear for the interface.
 """
@@ -66,7 +67,7 @@ class _Plan:
     __slots__ = ("launch", "shape", "strides")
 
     def __init__(self, call: _Call) -> None:
-        from sdfastgn.kernels.act_linear import kernels  # needs Triton
+        from sdfastgn.kernels.act_linear import kernels  # imported here, because this module needs Triton
 
         x = call.x
         N, K = x.shape
@@ -84,7 +85,7 @@ class _Plan:
     def run(self, call: _Call) -> Tensor:
         """Launch the kernel, and return y (N, C)."""
         x, weight, bias, _, extra_bias = call
-        y = x.new_empty_strided(self.shape, self.strides)  # takes half the CPU time of ``torch.empty``
+        y = x.new_empty_strided(self.shape, self.strides)  # this takes half the CPU time of ``torch.empty``
         self.launch.run(x, weight, bias, extra_bias, y)
         return y
 
@@ -114,8 +115,8 @@ def act_linear(
             ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
         extra_bias: (C,) or None. It is added to every row too. For example, if the output is added to the
             result of a convolution next, this can be the bias of the convolution.
-        is_plain: True if the caller knows that ``dispatch.is_plain_inference`` is True, and autocast is off.
-            Then neither is checked again.
+        is_plain: True if the caller has checked that the call may launch a kernel directly
+            (``dispatch.is_plain_inference``), and that autocast is off. Then neither is checked again.
 
     Shapes: the output is (N, C).
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. Each bias may have any of the four
@@ -134,8 +135,8 @@ def act_linear(
     autocast = not is_plain and isinstance(x, Tensor) and (x.is_cuda or x.is_cpu) and dispatch.is_autocast(x)
     if is_plain or (not autocast and dispatch.is_plain_inference(x, call)):
         try:
-            # Plans are made and cached only for valid arguments. So if a plan is found, the arguments are
-            # valid, and need no check.
+            # A plan says how to launch the kernel. It is made and cached only for valid arguments. So if a
+            # plan is found, the arguments are valid, and need no check.
             plan = _plans.made.get(_plans.key(call, _plans.tensors(call)))
             if plan is None:
                 _check(call)

@@ -1,21 +1,21 @@
-"""The Triton kernel of ``ada_norm``: gated sum, norm and modulation of rows. Formula: ``ada_norm/op.py``.
+"""The Triton kernel of ``ada_norm``: gated sum, norm and modulation of rows.
 
-A program has a tile of whole rows in registers, as the rows kernel of LayerNorm. It reads x and the branch
-once, and writes the sum and y once. Gate, factor and offset are read for each row again. They are small, so
-they come from the L2 cache.
+``ada_norm/op.py`` has the formula. A program has a tile of whole rows in registers. It reads x and the branch
+once, and writes the sum and y once. The branch is the tensor that is added to x. Gate, factor and offset are
+read for each row again. They are small, so they come from the L2 cache.
 
 Tensors. All except x may be None:
 
 - ``x``, ``branch``: (B, S, D), fp16, bf16 or fp32, with contiguous rows;
-- ``gate``, ``factor``, ``offset``: (B, S, D), with contiguous rows. A stride is 0 where one element is used
-  for all samples or for all rows;
+- ``gate``, ``factor``, ``offset``: (B, S, D), with contiguous rows. If all samples share the same elements,
+  the stride between samples is 0. If all rows share them, the stride between rows is 0;
 - ``branch_weight``, ``branch_bias``, ``weight``, ``bias``: (D,);
 - ``total``, ``y``: (B, S, D), contiguous, in the dtype of x;
-- ``scales``: (B, S), contiguous, fp32. With them y is in E4M3, with a scale for each row
-  (``kernels/quantize_rows``).
+- ``scales``: (B, S), contiguous, fp32. If the kernel gets them, it writes y in E4M3, with one scale for each
+  row (``kernels/quantize_rows``).
 
-Strides are in units of ``VECTOR`` elements. The kernel multiplies them by it, so the compiler knows that
-products are multiples, and loads vectors.
+Strides are passed in units of ``VECTOR`` elements, and the kernel multiplies them by ``VECTOR``. So the
+compiler knows that the products are multiples of ``VECTOR``, and loads vectors.
 
 Numerics: all arithmetic is fp32. The sum is rounded before its norm, and y is rounded once. Sums have a fixed
 order and no atomics. A LayerNorm subtracts the mean before it squares. Where the mean itself would be too
@@ -36,13 +36,13 @@ from sdfastgn.kernels.quantize_rows.kernels import in_rows_of_e4m3
 
 @triton.jit
 def _at(sample, row, sample_stride, row_stride, c, VECTOR: tl.constexpr):
-    """Offsets of the columns ``c`` of a row, int64."""
+    """Returns the int64 offsets of the columns ``c`` of a row, from strides in units of ``VECTOR``."""
     return (sample * sample_stride + row * row_stride) * VECTOR + c
 
 
 @triton.jit
 def _centred(u, in_row, D: tl.constexpr, WIDE: tl.constexpr):
-    """u minus its mean, and 0 outside of the row."""
+    """Returns u minus the mean of its row, and 0 in the padding behind the end of the row."""
     return tl.where(in_row, u - row_sum(u, WIDE) / D, 0.0)
 
 
@@ -53,7 +53,7 @@ def _over_root_mean_square(u, eps, D: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _tanh(v):
-    """tanh(v), without overflow for large v."""
+    """Returns tanh(v), without overflow for large v."""
     e = tl.exp(-2.0 * tl.abs(v))
     t = (1.0 - e) / (1.0 + e)
     return tl.where(v < 0, -t, t)
@@ -74,7 +74,10 @@ def _ada_norm_kernel(
     TANH: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr, ONE_ROW: tl.constexpr,
     WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes total and y of a tile of rows. ``S``: rows of a sample. ``KIND``: the kind of the norm."""
+    """Computes the gated sum ``total`` of a tile of rows, and ``y``, its norm with factor and offset.
+
+    ``S``: number of rows of a sample. ``KIND``: the kind of the norm: "layer", "rms", or "none" for no y.
+    """
     ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
     r = tl.program_id(0) * ROWS + tile_row(WIDE, LANES, WARPS)
     c = tile_column(WIDE, WARPS, STEPS, BLOCK)
@@ -84,7 +87,9 @@ def _ada_norm_kernel(
     sample = (r // S).to(tl.int64)
     row = (r % S).to(tl.int64)
     out = r.to(tl.int64) * D + c
-    # Each thread loads the columns of its own elements if it has one row (``_rows_tile`` of LayerNorm).
+    # The offsets with which weights and biases are loaded. If a thread has elements of only one row, the
+    # offsets have the shape of the tile, and each thread loads values for its own elements. Otherwise each
+    # column is loaded once, and the values are broadcast to all rows.
     columns = c + r * 0 if ONE_ROW else c
     if PDL:
         gdc_wait()

@@ -1,14 +1,14 @@
 """A gated residual sum, its norm, and a modulation of the norm, as transformers with adaptive norms use them.
 
-Formula, for x and branch (B, S, D), with a sum or without (without it, total is x), all operands fp32:
+Formula, for x and branch of shape (B, S, D), with all operands converted to fp32:
 
     total = x + gate * branch'        rounded to the dtype of x
     y = norm(total) * factor + offset
 
 branch' is the branch or its RMS norm, with or without weight and bias. norm is a LayerNorm or an RMS norm of
-each row, with or without weight and bias. The gate may be tanh(gate), and the factor 1 + factor. Each part
-except x may be missing. ``ada_norm_in_e4m3`` writes y in E4M3, with a scale for each row
-(``quantize_rows/op.py``).
+each row, with or without weight and bias. tanh(gate) may take the place of the gate, and 1 + factor that of
+the factor. Each operand except x may be missing, and so may both norms. Without a branch, total is x.
+``ada_norm_in_e4m3`` writes y in E4M3, with a scale for each row (``quantize_rows/op.py``).
 
 On a GPU the kernel of ``ada_norm/kernels.py`` runs. Everywhere else, for rows that are too long for the
 kernel, and if gradients are wanted, ``reference_ada_norm`` runs.
@@ -31,14 +31,17 @@ from sdfastgn.kernels.common.sizes import MAX_OFFSET
 from sdfastgn.kernels.layer_norm.config import fits_registers
 from sdfastgn.kernels.quantize_rows.op import reference_quantize_rows
 
-# Norms of a row. "none": a row is not normalized. Without a norm of the sum, no y is computed.
+# Kinds of norms of a row. "none" means that a row is not normalized. If the norm of the sum is "none", y is
+# not computed.
 _KINDS = ("layer", "rms", "none")
 
 
 class Norm(NamedTuple):
     """A norm of each row: ``kind`` is "layer" or "rms"; weight and bias are (D,) or None.
 
-    For a branch it may be "none": only weight and bias, such as the bias of the product that the branch is.
+    For a branch, ``kind`` may also be "none". Then the branch is only multiplied by the weight, and the bias
+    is added. For example, the branch is the output of a linear layer without its bias, and the bias is added
+    here.
     """
 
     kind: str
@@ -105,7 +108,7 @@ def reference_ada_norm(call: AdaNormCall) -> tuple[Tensor | None, Tensor | None]
 def _normalized(u: Tensor, norm: Norm) -> Tensor:
     if norm.kind == "layer":
         u = u - u.mean(-1, keepdim=True)
-        u = u - u.mean(-1, keepdim=True)  # the rounding error of the first mean
+        u = u - u.mean(-1, keepdim=True)  # removes the rounding error of the first mean
     y = u if norm.kind == "none" else u * torch.rsqrt(u.square().mean(-1, keepdim=True) + norm.eps)
     y = y if norm.weight is None else y * norm.weight.to(u.dtype)
     return y if norm.bias is None else y + norm.bias.to(u.dtype)
@@ -149,9 +152,10 @@ def ada_norm(
         branch_norm: an RMS norm of the branch, or a Norm of the kind "none", or None.
         norm: a LayerNorm or an RMS norm of the sum, or of x if there is no sum. None: only the sum is
             computed.
-        factor, offset: (B or 1, S or 1, D), or None. They multiply the norm, and are then added to it.
-        tanh: the gate is tanh(gate).
-        plus_one: the factor is 1 + factor.
+        factor, offset: (B or 1, S or 1, D), or None. The result of the norm is multiplied by the factor. Then
+            the offset is added.
+        tanh: True to use tanh(gate) in place of the gate.
+        plus_one: True to use 1 + factor in place of the factor.
         keeps_total: False if the caller needs no total.
 
     Returns:
@@ -189,13 +193,13 @@ def ada_norm_in_e4m3(
     plus_one: bool = False,
     keeps_total: bool = True,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Computes ``ada_norm`` with y in E4M3, and a scale for each row, as ``quantize_rows`` does.
+    """Computes ``ada_norm``, and quantizes y to E4M3 with a scale for each row, as ``quantize_rows`` does.
 
-    The arguments, and what is raised: as in ``ada_norm``. There must be a norm.
+    Arguments and errors are those of ``ada_norm``, but ``norm`` must not be None.
 
     Returns:
-        (total, y, scales): total as in ``ada_norm``; y (B, S, D) in E4M3; scales (B, S) fp32. A row of
-        ``ada_norm``'s y is about its scale times the row of y. Both are contiguous.
+        (total, y, scales): total as in ``ada_norm``; y (B, S, D) in E4M3; scales (B, S) fp32. Each row of y,
+        multiplied by its scale, is about the row of y that ``ada_norm`` returns. y and scales are contiguous.
     """
     call = _call_of(x, branch, gate, branch_norm, norm, factor, offset, tanh, plus_one, keeps_total, True)
     found = _plans.run(f"{_NAME}_in_e4m3", call, _check, _has_kernel)

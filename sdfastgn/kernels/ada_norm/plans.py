@@ -16,7 +16,7 @@ from sdfastgn.kernels.common.sizes import WARP, vector_width
 from sdfastgn.kernels.layer_norm.config import RowsConfig, forward_config
 from sdfastgn.kernels.layer_norm.plans import row_numbers, row_strides, rows_constants
 
-# Operands whose rows have strides of their own.
+# Operands that need not be contiguous. The kernel gets their strides between samples and between rows.
 _STRIDED = ("x", "branch", "gate", "factor", "offset")
 
 

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 
 from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
-# Number of 16-bit elements of a 16-byte load. Rows of scores and of weights are padded to a multiple of it.
+# Number of 16-bit elements of a 16-byte load. Rows of scores and of weights are padded to a multiple of this
+# number.
 VECTOR = 8
 # Maximum number of bytes of a chunk's scores: enough to keep a GPU busy, and small compared with a model. But
-# a chunk has at least ``_TILE`` queries, even if their scores take more.
+# a chunk has at least ``_TILE`` queries, even if their scores take more bytes.
 _MAX_SCORE_BYTES = 64 * 2**20
 # Rows and columns of a tile of cuBLAS's matrix products.
 _TILE = 128
@@ -49,8 +50,8 @@ _MAX_FLASH_CHANNELS = 256
 # not faster than PyTorch's attention, because each chunk takes four launches.
 _MIN_TOKENS = 1024
 
-# A chunk (b0, b1, r0, r1) has the queries r0 to r1 - 1 of the heads b0 to b1 - 1.
-# The heads of all samples are numbered consecutively.
+# A chunk is a set of queries whose attention is computed at once. The chunk (b0, b1, r0, r1) has the queries
+# r0 to r1 - 1 of the heads b0 to b1 - 1. The heads of all samples are numbered consecutively.
 Chunk = tuple[int, int, int, int]
 
 
@@ -145,6 +146,7 @@ def pays(L: int, keys: int, D: int) -> bool:
     """True if attention in chunks is faster than PyTorch's attention, for heads of ``D`` channels.
 
     It is faster for more than 256 channels, because PyTorch has no fast kernel for such heads. But D must be
-    a multiple of 8, because otherwise matrix products are slow. And there must be many queries and keys.
+    a multiple of 8, because otherwise matrix products are slow. And there must be at least ``_MIN_TOKENS``
+    queries, and as many keys.
     """
     return D > _MAX_FLASH_CHANNELS and D % VECTOR == 0 and min(L, keys) >= _MIN_TOKENS

@@ -68,7 +68,7 @@ def attention_config(D: int, S: int) -> AttentionConfig:
         head, tail = 2 * head, 0
     # A program has 64 queries. With 128 queries a thread took 195 registers, and SDXL's 320 programs did not
     # all run at once on an H200. Four warps are enough for up to 128 channels. For more channels, the fp32
-    # results alone would take half of the registers of four warps. So there are eight.
+    # results alone would take half of the registers of four warps. Then a program has eight warps.
     return AttentionConfig(64, block_d, head, tail, 8 if block_d > 128 else 4)
 
 
@@ -78,7 +78,7 @@ def attention_config(D: int, S: int) -> AttentionConfig:
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True if the kernel can run for q (N, H, L, D), k and v (N, H, S, D), and is faster than PyTorch.
 
-    It needs:
+    The kernel needs:
 
     - tensors of the same dtype, fp16 or bf16;
     - at most ``MAX_KEYS`` keys, and a multiple of 8 channels, at most 256;
@@ -123,21 +123,22 @@ def runs_on(capability: tuple[int, int], D: int) -> bool:
     ``D``: number of channels that a program of the kernel holds at once.
 
     On Hopper and on Blackwell's server GPUs, matrix products read operands from shared memory. On other GPUs
-    both operands must be in registers, so heads of more than 128 channels spill. The result is False for all
-    AMD GPUs, because on RDNA 3 even heads of 80 channels spill, and for GPUs older than sm_80.
+    both operands must be in registers, so heads of more than 128 channels spill registers. The result is
+    False for GPUs older than sm_80, and for all AMD GPUs, because on RDNA 3 even heads of 80 channels spill.
     """
     if torch.version.hip is not None:
         return False
     return capability >= (8, 0) if D <= 128 else (9, 0) <= capability < (12, 0)
 
 
-# Shapes, strides, dtypes, device and scale of a call -> its launch, or None if ``fits`` returned False.
+# Maps shapes, strides, dtypes, device and scale of a call to the kernel launch for such calls, or to None if
+# the kernel cannot run for them or is not faster than PyTorch.
 _launches: PlanCache[Launch | None] = PlanCache()
 
 
 def _make_launch(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Launch:
     """Make the launch with one program for each ``block_m`` queries of each head."""
-    from sdfastgn.kernels.attention import few_keys_kernels  # needs Triton
+    from sdfastgn.kernels.attention import few_keys_kernels  # imported here, because this module needs Triton
 
     N, H, L, D = q.shape
     config = attention_config(D, k.shape[2])
@@ -154,14 +155,15 @@ def _make_launch(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Launch:
 
 
 def attend_to_few(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor | None:
-    """Returns softmax(q k^T scale) v. None if ``fits`` is False, or if the kernel cannot be compiled.
+    """Returns softmax(q k^T scale) v, or None if the kernel cannot run or is not faster than PyTorch.
 
     Args:
         q: (N, H, L, D).
         k, v: (N, H, S, D), the dtype and device of q.
         scale: by default 1 / sqrt(D).
 
-    The result is (N, L, H * D) in the dtype of q, contiguous, as the next linear layer takes it.
+    The result is (N, L, H * D) in the dtype of q, contiguous, as the next linear layer takes it. ``fits`` has
+    the conditions under which the kernel runs.
     """
     try:
         return _by_kernel(q, k, v, scale)

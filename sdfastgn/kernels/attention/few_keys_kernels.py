@@ -13,7 +13,10 @@ from sdfastgn.kernels.common.activation_kernels import exp2
 def _rows_of(
     ptr, first, ROWS: tl.constexpr, count, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Loads a (ROWS, BLOCK_D) tile that begins at row ``first`` of a (count, D) matrix. Padding is 0."""
+    """Loads a (ROWS, BLOCK_D) tile that begins at row ``first`` of a (count, D) matrix.
+
+    Elements of the tile that are outside of the matrix are 0.
+    """
     r = first + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
     mask = (r < count)[:, None]
@@ -51,8 +54,7 @@ def _short_attention_kernel(
 
     Numbers:
         q_n, k_n, v_n: strides of samples, in multiples of ``VECTOR`` elements.
-        scale: factor of the scores: ``scale`` of the formula times log2(e), because the kernel computes
-            powers of 2.
+        scale: the factor of the scores, times log2(e) because the kernel computes powers of 2.
 
     Constants:
         Q_H, Q_L, K_H, K_L, V_H, V_L: strides of heads (H) and of queries or keys (L) in q, k and v.

@@ -10,13 +10,18 @@ many more keys than a video has frames: 14 frames fill only a ninth of a tile of
 
 In memory, tokens are ordered by frame, then by pixel. So the tokens of one pixel are a constant stride apart,
 and the kernel reads and writes tokens with this stride. PyTorch's attention would need copies in which the
-tokens of each pixel are neighbors. ``attend_in_samples`` takes both orders. For it, the samples of a batch
-are what pixels are here.
+tokens of each pixel are neighbors.
 
-Numerics: as in ``attention/few_keys.py``.
+``attend_in_samples`` uses the same kernel for a batch of many short sequences. The samples of the batch take
+the place of the pixels, and the tokens of a sample take the place of the frames. In memory, tokens may be
+ordered by sample or by their place in the sample.
+
+Numerics: products are accumulated in fp32, and the softmax is fp32. The softmax is rounded to the dtype of v
+before the second product. y is rounded once.
 
 The kernel is for inference only: there is no registered op and no backward. If gradients are wanted or the
-kernel cannot run, PyTorch's attention runs for one sample after the other.
+kernel cannot run, ``attend_over_frames`` runs PyTorch's attention for one sample after the other, and
+``attend_in_samples`` returns None.
 
 Source: Vaswani et al., 2017.
 """
@@ -66,7 +71,7 @@ def attend_over_frames(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Tensor:
     N, H, tokens, D = q.shape
 
     def of_pixels(t: Tensor) -> Tensor:
-        """(N, heads, frames * pixels, D) -> (N, pixels, heads, frames, D)"""
+        """Rearranges (N, heads, frames * pixels, D) to (N, pixels, heads, frames, D)."""
         return t.unflatten(2, (frames, -1)).permute(0, 3, 1, 2, 4)
 
     samples = zip(*(of_pixels(t) for t in (q, k, v)), strict=True)
@@ -77,16 +82,16 @@ def attend_over_frames(q: Tensor, k: Tensor, v: Tensor, frames: int) -> Tensor:
 def attend_in_samples(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
 ) -> Tensor | None:
-    """Attention of many samples of few tokens. None if the kernel cannot run, or would not be faster.
+    """Computes attention of the tokens of each sample to each other, for many samples with few tokens each.
 
     Args:
-        q, k, v: (samples, heads, tokens, D), of one shape. In memory, either all tokens of a sample come one
-            after the other, or a token of all samples does.
-        is_causal: a token attends to itself and to earlier tokens only.
+        q, k, v: (samples, heads, tokens, D), of one shape. In memory, either all tokens of a sample come
+            before those of the next sample, or all first tokens of the samples come before all second ones.
+        is_causal: True if a token attends to itself and to earlier tokens only.
         scale: positive. None: 1 / sqrt(D).
 
-    Returns (samples, heads, tokens, D). In memory, tokens are in the order of q, and the heads of a token lie
-    side by side.
+    Returns (samples, heads, tokens, D), or None if the kernel cannot run or would not be faster than
+    PyTorch's attention. In memory, the result has the order of q, and the heads of a token lie side by side.
     """
     if not dispatch.is_plain_inference(q, (k, v)) or (pixels_first := tokens_within(q, k, v)) is None:
         return None
@@ -106,13 +111,16 @@ def attend_in_samples(
 
 
 def tokens_within(q: Tensor, k: Tensor, v: Tensor) -> bool | None:
-    """How tokens lie in memory, if ``attend_in_samples`` takes tensors of these shapes and strides.
+    """Finds the order of samples and tokens in memory, in tensors (samples, heads, tokens, D).
 
-    True: all tokens of a sample, one after the other. False: a token of all samples. None: it does not.
+    Returns True if all tokens of a sample come before those of the next sample. Returns False if all first
+    tokens of the samples come before all second ones. Returns None if ``attend_in_samples`` does not take
+    tensors of these shapes and strides.
     """
     if q.dim() != 4 or not q.shape == k.shape == v.shape or len(q) < _LEAST_SAMPLES:
         return None
-    if 2 * next_power_of_2(q.shape[2]) > _ROWS:  # a tile would have one sample, as in other kernels
+    # The kernel is faster than others if its tiles have several samples. Here a tile would have only one.
+    if 2 * next_power_of_2(q.shape[2]) > _ROWS:
         return None
     for outer, inner in ((2, 0), (0, 2)):
         if all(t.stride(outer) == t.shape[inner] * t.stride(inner) for t in (q, k, v)):
@@ -120,7 +128,8 @@ def tokens_within(q: Tensor, k: Tensor, v: Tensor) -> bool | None:
     return None
 
 
-# ``plan_key`` of a call -> the call's launch, or None if the kernel cannot run.
+# Maps shapes, strides, dtypes, device and other arguments of a call (``plan_key``) to the kernel launch for
+# such calls, or to None if the kernel cannot run for them.
 _launches: PlanCache[Launch | None] = PlanCache()
 
 
@@ -136,8 +145,8 @@ def _by_kernel(
 ) -> Tensor | None:
     """Computes ``attend_over_frames`` by the kernel. Returns None if the kernel cannot run.
 
-    ``pixels_first``: tokens are ordered by pixel, then by frame. ``is_causal``, ``scale``: as in
-    ``attend_in_samples``.
+    ``pixels_first``: True if tokens are ordered by pixel, then by frame. ``is_causal``: True if a frame
+    attends to itself and to earlier frames only. ``scale``: None for 1 / sqrt(D).
     """
     how = frames, pixels_first, is_causal, scale
     key = plan_key((q, k, v, *how))
@@ -168,7 +177,8 @@ def _make_launch(
     scale: float | None,
 ) -> Launch:
     """Make the launch with one program for each tile of pixels of each head."""
-    from sdfastgn.kernels.attention import over_frames_kernels  # needs Triton
+    # This module is imported here, because it needs Triton.
+    from sdfastgn.kernels.attention import over_frames_kernels
 
     N, H, tokens, D = q.shape
     pixels, rows = tokens // frames, next_power_of_2(frames)

@@ -33,12 +33,13 @@ def _frames_attention_kernel(
         P: number of pixels of a frame.
         T: number of frames.
         q_n, k_n, v_n: strides of samples, in multiples of ``VECTOR`` elements.
-        scale: ``scale`` of the formula times log2(e), because the kernel computes powers of 2.
+        scale: the factor of the scores, times log2(e) because the kernel computes powers of 2.
 
     Constants:
         Q_H, Q_L, K_H, K_L, V_H, V_L: strides of heads (H) and of tokens (L) in q, k and v.
-        PIXELS_FIRST: tokens are ordered by pixel, then by frame. Otherwise by frame, then by pixel.
-        CAUSAL: a frame attends to itself and to earlier frames only.
+        PIXELS_FIRST: True if tokens are ordered by pixel, then by frame. False if they are ordered by frame,
+            then by pixel.
+        CAUSAL: True if a frame attends to itself and to earlier frames only.
     """
     PIXELS: tl.constexpr = ROWS // FRAMES
     # Programs with neighboring numbers have different heads of the same pixels. These heads are neighbors in

@@ -42,7 +42,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def reference_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """PyTorch's attention, for calls that do not run in chunks. Arguments: as in ``wide_attention``."""
+    """Runs PyTorch's attention, for calls that do not run in chunks.
+
+    q is (N, heads, L, D), k and v are (N, heads, keys, D). Returns (N, heads, L, D).
+    """
     y = private.scaled_dot_product_attention(q, k, v, scale=scale)
     # On a GPU, the attention of PyTorch 2.11 returns None if the batch is empty. The result is then a copy of
     # q, which is empty too.
@@ -120,9 +123,9 @@ def runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         not torch.compiler.is_dynamo_compiling()
         and not is_tracing()  # under torch.jit.trace, sizes are tensors and not numbers
-        and torch.version.hip is None  # only cuBLAS multiplies 16-bit matrices to fp32 results
-        # ``pays`` comes before slower checks. It is False for heads of at most 256 channels, as UNets usually
-        # have. So their calls go on to PyTorch's attention without these checks.
+        and torch.version.hip is None  # only NVIDIA's cuBLAS multiplies 16-bit matrices to fp32 results
+        # ``pays`` comes before the slower checks. It is False for heads of at most 256 channels, which UNets
+        # usually have. So UNets go on to PyTorch's attention without the slower checks.
         and pays(q.shape[-2], k.shape[-2], q.shape[-1])
         and q.dtype in _HALVES
         and q.numel() > 0
@@ -133,7 +136,8 @@ def runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _in_chunks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    from sdfastgn.kernels.attention.wide_heads_kernels import launch_wide_attention  # needs Triton
+    # This module is imported here, because it needs Triton.
+    from sdfastgn.kernels.attention.wide_heads_kernels import launch_wide_attention
 
     try:
         return launch_wide_attention(q, k, v, scale)
@@ -142,7 +146,7 @@ def _in_chunks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _is_cast(q: Tensor) -> bool:
-    """True if autocast is on, and not for the dtype of ``q``. Then PyTorch's attention must run."""
+    """True if autocast changes the dtype of ``q``. Then PyTorch's attention must run."""
     kind = q.device.type
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype
 

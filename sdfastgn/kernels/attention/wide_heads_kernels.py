@@ -52,7 +52,10 @@ def _read_scores(scores, c, keys, pitch):
 
 @triton.jit
 def _write_weights(weights, scores, top, scale, c, pitch):
-    """Stores exp2((scores - top) * scale) in the dtype of ``weights``. Returns the rounded values in fp32."""
+    """Stores exp2((scores - top) * scale) in the dtype of ``weights``. Returns the rounded values in fp32.
+
+    ``top``: the largest score of the row.
+    """
     # ``scores - top`` is computed before it is multiplied by ``scale``. So the difference is exact for scores
     # close to ``top``. These scores have the largest weights.
     rounded = exp2((scores - top) * scale).to(weights.dtype.element_ty)
@@ -127,10 +130,11 @@ def _divide_kernel(
 
 
 class _Plan:
-    """The chunks, and the launches for them, for calls with equal sizes, scale, dtype and device.
+    """The chunks of queries, and their launches, for calls with equal sizes, scale, dtype and device.
 
-    ``launches``: number of rows of a chunk -> (launch of the softmax, launch of the division). The last chunk
-    may have fewer rows than the others. ``scratch``: as in ``ChunksConfig.scratch``.
+    ``launches`` maps the number of rows of a chunk to (launch of the softmax, launch of the division). The
+    last chunk may have fewer rows than the others. ``scratch``: number of fp32 values in the memory for the
+    scores of a chunk, which the products later overwrite.
     """
 
     __slots__ = ("chunks", "config", "launches", "scratch")
@@ -210,7 +214,7 @@ def _launch(
     workspace: tuple[Tensor, ...],
     y: Tensor,
 ) -> None:
-    """Launch the four steps of one chunk, which fill its rows of y.
+    """Launch the four kernels for one chunk of queries, which compute the chunk's rows of y.
 
     Args:
         tensors: q (count, L, D), k and v (count, keys, D), where ``count`` is the number of heads of all

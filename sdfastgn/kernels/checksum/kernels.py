@@ -1,4 +1,4 @@
-"""The Triton kernel of ``checksums`` and ``Checksums``. Ops and launch: ``checksum/op.py``.
+"""The Triton kernel of ``checksums`` and ``Checksums``, which ``checksum/op.py`` launches.
 
 One launch serves many tensors, so it reads addresses and sizes from tables:
 
@@ -28,15 +28,16 @@ def _mixed(x):
 
 @triton.jit
 def checksum_kernel(blocks_ptr, tensors_ptr, window_ptr, sums_ptr, BLOCK: tl.constexpr):
-    """Adds the sum of ``_mixed(word + _mixed(index))`` over the words of a block to its tensor's sum.
+    """Adds ``_mixed(word + _mixed(index))`` of each word of a block to the sum of the block's tensor.
 
-    A program reads one block of BLOCK words. ``sums``: int64 (tensors,), 0 before the launch. Sums are modulo
-    2^64. The order of the atomic additions does not matter, because the numbers are integers.
+    ``_mixed`` scatters the bits of a 64-bit integer. A program reads one block of BLOCK words of 8 bytes.
+    ``sums``: int64 (tensors,), 0 before the launch. Sums are modulo 2^64. The order of the atomic additions
+    does not matter, because the numbers are integers.
     """
     program = tl.program_id(0)
     tensor = tl.load(blocks_ptr + 2 * program)
     row = tensors_ptr + 3 * tensor
-    # Triton does not know how an address from a table is aligned.
+    # ``multiple_of`` is needed because Triton does not know how an address from a table is aligned.
     x = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.int64)), 16)
     period = tl.load(row + 2)
     block = tl.load(blocks_ptr + 2 * program + 1) * period + tl.load(window_ptr) % period

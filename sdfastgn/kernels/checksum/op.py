@@ -2,7 +2,7 @@
 
 A checksum depends on each bit of a tensor, and on the bit's place in the tensor. If the tensor changes, its
 checksum stays the same with a probability of 2^-64. ``checksums`` reads all tensors wholly, in one launch. A
-launch of ``Checksums`` may read a part of each.
+launch of ``Checksums`` may read only a part of each tensor.
 
 On a GPU the kernel of ``checksum/kernels.py`` runs. Elsewhere, and if it cannot be compiled,
 ``reference_checksums`` computes the same numbers in plain PyTorch.
@@ -24,7 +24,7 @@ from sdfastgn.kernels.common.sizes import ceil_div
 # Number of words, of 8 bytes each, that a program of the kernel sums.
 BLOCK = 2048
 _WORD = 8
-# The kernel reads 16 bytes at once.
+# Addresses of tensors must be multiples of this number of bytes, because the kernel reads 16 bytes at once.
 _ALIGNMENT = 16
 _WARPS = 8
 
@@ -41,7 +41,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Checksums:
-    """The checksums of the same tensors, to be computed several times.
+    """Computes checksums of the same tensors several times.
 
     The constructor reads addresses and shapes of all tensors, but keeps no reference to them. Each call gets
     the same tensors again. Their values may have changed, but they must not have moved in memory.
@@ -59,8 +59,8 @@ class Checksums:
 
     def __init__(self, tensors: Sequence[Tensor], periods: Sequence[int]) -> None:
         self._device = tensors[0].device
-        # Memory for the values of the tensors that the kernel cannot read, because their sizes are no
-        # multiple of a word, their addresses are not aligned, or their memory has gaps.
+        # Memory for copies of the tensors that the kernel cannot read, because their sizes are not multiples
+        # of 8 bytes, their addresses are not multiples of 16, or their memory has gaps.
         self._copies = {at: _padded(t) for at, t in enumerate(tensors) if not _is_readable(t)}
         read = self._readable(tensors)
         words = [tensor.numel() * tensor.element_size() // _WORD for tensor in read]
@@ -73,21 +73,32 @@ class Checksums:
         number = torch.arange(len(of), device="cpu") - (counts.cumsum(0) - counts)[of]
         self._tensors = torch.tensor(rows, dtype=torch.int64, device="cpu").to(self._device)
         self._blocks = torch.stack((of, number), 1).to(torch.int32).to(self._device)
-        # Each number is padded to 16 bytes: ``Launch`` is fast only for addresses that are multiples of 16.
+        # The number of each window, with padding to 16 bytes: ``Launch`` is fast only for addresses that are
+        # multiples of 16.
         self._windows = torch.arange(self.windows, device="cpu").view(-1, 1).repeat(1, 2).to(self._device)
 
     def of_window(self, tensors: Sequence[Tensor], window: int) -> Tensor:
-        """Computes the checksums of the blocks in ``window``, as int64, (number of tensors,)."""
+        """Computes the checksums of the blocks in ``window``, as int64, (number of tensors,).
+
+        A window of a tensor with the period p has every p-th block of this tensor.
+        """
         return (self.launch if dispatch.runs_in_triton(tensors[0]) else self.plain)(tensors, window)
 
     def of_all_windows(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Computes ``of_window`` of each window, as int64, (windows, number of tensors)."""
+        """Computes the checksums of the blocks in each window, as int64, (windows, number of tensors).
+
+        A window of a tensor with the period p has every p-th block of this tensor.
+        """
         if not dispatch.runs_in_triton(tensors[0]):
             return self._plain(tensors, range(self.windows))
         return torch.stack([self.launch(tensors, window) for window in range(self.windows)])
 
     def launch(self, tensors: Sequence[Tensor], window: int) -> Tensor:
-        """``of_window`` by the kernel, or in plain PyTorch if the kernel cannot be compiled."""
+        """Computes the checksums of the blocks in ``window``, as int64, (number of tensors,).
+
+        The kernel computes them, or plain PyTorch if the kernel cannot be compiled. A window of a tensor with
+        the period p has every p-th block of this tensor.
+        """
         self._copy(tensors)
         sums = torch.zeros(len(tensors), dtype=torch.int64, device=self._device)
         try:
@@ -98,7 +109,10 @@ class Checksums:
         return sums
 
     def plain(self, tensors: Sequence[Tensor], window: int) -> Tensor:
-        """``of_window`` in plain PyTorch."""
+        """Computes the checksums of the blocks in ``window`` in plain PyTorch, int64 (number of tensors,).
+
+        A window of a tensor with the period p has every p-th block of this tensor.
+        """
         return self._plain(tensors, range(window, window + 1))[0]
 
     def _plain(self, tensors: Sequence[Tensor], windows: range) -> Tensor:
@@ -115,9 +129,10 @@ class Checksums:
 
 
 def reference_checksums(tensors: Sequence[Tensor], periods: Sequence[int], windows: range) -> Tensor:
-    """Computes ``Checksums.of_window`` of each of ``windows`` in plain PyTorch, (windows, tensors).
+    """Computes the checksums of the blocks in each of ``windows`` in plain PyTorch, int64 (windows, tensors).
 
-    Each tensor is a multiple of 8 bytes. ``windows`` has steps of 1.
+    The class ``Checksums`` explains windows and periods. The size of each tensor must be a multiple of 8
+    bytes. ``windows`` must have a step of 1.
     """
     device = tensors[0].device
     chosen, starts, places = [], [], []
@@ -136,20 +151,21 @@ def reference_checksums(tensors: Sequence[Tensor], periods: Sequence[int], windo
         index = torch.arange(int(lengths.sum()), device=device) + firsts.repeat_interleave(lengths)
         mixed = _mixed(torch.cat(chosen) + _mixed(index))
         sums.index_add_(0, torch.tensor(places, device=device).repeat_interleave(lengths), mixed)
-    # From its period on, a tensor's windows repeat.
+    # For a tensor with the period p, only the first p of ``windows`` were computed. The later windows of this
+    # tensor repeat them.
     rows = torch.arange(len(windows), device=device).view(-1, 1) % torch.tensor(periods, device=device)
     return sums.view(len(windows), len(tensors)).gather(0, rows)
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """``_mixed`` of ``checksum/kernels.py``, of int64."""
+    """Computes the same bijection as ``_mixed`` in ``checksum/kernels.py``, on the 64 bits of each int64."""
     x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
     x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
     return x ^ _shifted(x, 31)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """x shifted to the right by ``bits``, with zeros at the left."""
+    """Returns x shifted to the right by ``bits``, with zeros at the left."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 
@@ -158,20 +174,20 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    """True if the kernel can read ``tensor`` where it is."""
+    """True if the kernel can read ``tensor`` without a copy."""
     return (
         tensor.numel() * tensor.element_size() % _WORD == 0
         and tensor.data_ptr() % _ALIGNMENT == 0
         and (
             tensor.is_contiguous()
             or torch.empty_like(tensor, device="meta").stride()
-            == tensor.stride()  # slower, but true for all layouts without gaps
+            == tensor.stride()  # this test is slower, but finds all layouts without gaps
         )
     )
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    """Zeros for the values of ``tensor``. Their size is a multiple of a word."""
+    """Allocates zeros for a copy of ``tensor``. Their size is rounded up to a multiple of 8 bytes."""
     size = ceil_div(tensor.numel() * tensor.element_size(), _WORD) * _WORD
     return torch.zeros(size, dtype=torch.uint8, device=tensor.device)
 

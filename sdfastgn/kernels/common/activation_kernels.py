@@ -1,8 +1,8 @@
 """The activations of ``common/activations.py`` and their derivatives as Triton functions.
 
-All functions take and return fp32 blocks. A block may have any shape, but with ``PAIRS`` two or four axes.
-Exponentials and reciprocals are computed by the GPU's special-function unit, whose error is at most 2 units
-in the last place.
+All functions take and return fp32 blocks. A block may have any shape. But if two neighboring elements share a
+reciprocal (the constant ``PAIRS``), the block must have two or four axes. Exponentials and reciprocals are
+computed by the GPU's special-function unit, whose error is at most 2 units in the last place.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def _sigmoid_and_rest(z, PAIRS: tl.constexpr):
 
     Where sigmoid(z) is close to 1, the subtraction 1 - sigmoid(z) loses digits, and callers multiply the
     difference by powers of z, which enlarges its error. So without ``PAIRS`` the second value is computed as
-    exp(-z) * sigmoid(z). With ``PAIRS`` (see ``_sigmoid``) the subtraction is used: its error does not matter
-    for 16-bit results, unless z is large. For z >= 17 the second value is 0, where it should be below 2^-24.
-    The subtraction is also used where there is no PTX.
+    exp(-z) * sigmoid(z). With ``PAIRS`` two neighbors share one reciprocal, and results have 16 bits. Then
+    the subtraction is used: its error does not matter for 16-bit results, unless z is large. For z >= 17 the
+    second value is 0, where it should be below 2^-24. The subtraction is also used where there is no PTX.
     """
     if PAIRS or not PTX:
         s = _sigmoid(z, PAIRS)
@@ -107,9 +107,12 @@ def _mish_parts(z):
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
-    """Applies the activation named ``ACTIVATION`` to z. ``PAIRS`` as in ``_sigmoid``."""
+    """Applies the activation named ``ACTIVATION`` to z.
+
+    ``PAIRS``: True if two neighbors on the last axis share one reciprocal, for 16-bit results.
+    """
     if ACTIVATION == "relu":
-        z = tl.where(z < 0, 0.0, z)  # not ``tl.maximum``, which would turn NaN into 0
+        z = tl.where(z < 0, 0.0, z)  # ``tl.maximum`` would turn NaN into 0
     elif ACTIVATION == "silu":
         z = z * _sigmoid(z, PAIRS)
     elif ACTIVATION == "gelu":
@@ -125,7 +128,10 @@ def activate(z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def activation_grad(dy, z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
-    """Returns the gradient of z. ``dy`` is the gradient of activation(z). ``PAIRS`` as in ``_sigmoid``."""
+    """Returns the gradient of z. ``dy`` is the gradient of activation(z).
+
+    ``PAIRS``: True if two neighbors on the last axis share one reciprocal, for 16-bit results.
+    """
     dz = dy
     if ACTIVATION == "relu":
         dz = tl.where(z <= 0, 0.0, dy)  # the gradient is dy where z is NaN, as in PyTorch
@@ -137,7 +143,8 @@ def activation_grad(dy, z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
         dz = dy * (cdf + z * 0.3989422804014327 * tl.exp(-0.5 * z * z))
     elif ACTIVATION == "gelu_tanh":
         s, rest = _sigmoid_and_rest(1.5957691216057308 * (z + 0.044715 * z * z * z), PAIRS)
-        # s * rest comes first: it is 0 for large z, whose cube does not fit into fp32.
+        # s * rest is multiplied before the powers of z, because it is 0 for large z. The cube of a large z
+        # does not fit into fp32.
         dz = dy * (s + s * rest * z * (1.5957691216057308 + 0.2140644488078421 * z * z))
     elif ACTIVATION == "mish":
         e, r = _mish_parts(z)

@@ -1,11 +1,11 @@
 """The activations that can be fused with a norm or with ``act_linear``, in plain PyTorch.
 
 To add an activation, add its function to ``ACTIVATIONS`` and its derivative to ``ACTIVATION_GRADS``, and
-in ``common/activation_kernels.py`` a branch to ``activate`` and one to ``activation_grad``. Checks, error
-texts, ops and kernels then accept its name.
+in ``common/activation_kernels.py`` a branch to ``activate`` and one to ``activation_grad``. Checks, ops and
+kernels then accept its name, and error texts list the name.
 
-The keys are the names in the public API. ``gelu`` is the exact (erf) form, ``gelu_tanh`` is PyTorch's
-``approximate="tanh"``.
+The keys of both dictionaries are the names in the public API. ``gelu`` is the exact (erf) form, ``gelu_tanh``
+is PyTorch's ``approximate="tanh"``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
-# Minimum number of contiguous elements of a tile for which plans set the kernels' constant ``PAIRS``: then
-# two neighboring elements share a reciprocal (``activation_kernels.py``). With fewer elements, two neighbors
-# can be in different threads, and these threads would have to exchange values.
+# Minimum number of contiguous elements of a tile for which two neighboring elements share a reciprocal (the
+# constant ``PAIRS`` of kernels, see ``activation_kernels.py``). With fewer elements, two neighbors can be in
+# different threads, and these threads would have to exchange values.
 PAIRED = 8
 
 
@@ -42,17 +42,19 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _silu_grad(dy: Tensor, z: Tensor) -> Tensor:
-    s = torch.sigmoid(z)  # aten::silu_backward cannot be differentiated again
+    # aten::silu_backward is not used here, because it cannot be differentiated again.
+    s = torch.sigmoid(z)
     return dy * s * (1 + z * (1 - s))
 
 
 def _mish_grad(dy: Tensor, z: Tensor) -> Tensor:
-    t = torch.tanh(aten.softplus.default(z))  # aten::mish_backward cannot be differentiated again
+    # aten::mish_backward is not used here, because it cannot be differentiated again.
+    t = torch.tanh(aten.softplus.default(z))
     return dy * (t + z * torch.sigmoid(z) * (1 - t * t))
 
 
-# Name of an activation -> function (dy, z) -> dz. dy is the gradient of activation(z), dz the gradient of z.
-# Autograd can differentiate each function again.
+# Maps the name of an activation to a function (dy, z) -> dz, where dy is the gradient of activation(z) and dz
+# is the gradient of z. Autograd can differentiate each of these functions again.
 ACTIVATION_GRADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "identity": lambda dy, z: dy,
     "relu": lambda dy, z: aten.threshold_backward(dy, z, 0),

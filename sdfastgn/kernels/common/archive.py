@@ -5,9 +5,9 @@ of it. Its kernels are for one compute capability, one version of Triton and one
 source. ``load`` compares these with this machine before it adds any kernel.
 
 In Triton's cache, the name of a kernel is a hash of its source, its constants, its options, and of Triton's
-own files. Triton never launches a kernel that does not fit. Triton's files differ between versions of Python,
-and the kernels do not. So the manifest has the hashes of everything but Triton's files, and ``load`` computes
-the name with the files of this Triton. An archive can be used with any Python.
+own files. So Triton never launches a kernel that was compiled from something else. Triton's files differ
+between versions of Python, and the kernels do not. So the manifest has the hashes of everything but Triton's
+files, and ``load`` computes the name with the files of this Triton. An archive can be used with any Python.
 
 The archive has no code for the CPU: Triton builds its launchers (up to Triton 3.6 one for each signature)
 with the C compiler of the machine on which they run.
@@ -37,7 +37,8 @@ from sdfastgn.kernels.common.private import current_device
 
 # Environment variable with the path of an archive that is read before the first kernel is compiled.
 VARIABLE = "SDFASTGN_KERNEL_ARCHIVE"
-# The optional package with archives (integrations/compiled). Its kernels are used if ``VARIABLE`` is not set.
+# The optional package with archives (integrations/compiled). It is used if the environment variable
+# SDFASTGN_KERNEL_ARCHIVE is not set.
 PACKAGE = "sdfastgn_compiled"
 _MANIFEST = "manifest.json"
 # Version of the archive's layout.
@@ -47,14 +48,15 @@ _FORMAT = 2
 _MEMBER = re.compile(r"([0-9a-f]{64})/(\w{1,150}\.(?:cubin|hsaco|json))")
 # Maximum length of a kernel's name in Triton's file names.
 _LONGEST_NAME = 150
-# What ``zipfile`` and ``json`` raise for damaged files, and what reading a wrong manifest raises. An OSError
-# comes from a seek to a place before the file.
+# Errors that ``zipfile`` and ``json`` raise for damaged files, and errors from reading a wrong manifest. An
+# OSError comes from a seek to a negative position in the file.
 _DAMAGED = (
     zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError, ValueError, AttributeError, RuntimeError,
     OSError,
 )  # fmt: skip
 
-# Device -> what ``add_archives`` did for it, in words; None if there is no archive.
+# Says for each device, in words, whether ``add_archives`` has loaded an archive for it, or why not. None if
+# there is no archive.
 _states: dict[torch.device, str | None] = {}
 _lock = threading.Lock()
 
@@ -75,13 +77,13 @@ class Imported(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What decides a compiled kernel, apart from Triton's own files.
+    """All on which the code of a compiled kernel depends, apart from Triton's own files.
 
     Attributes:
-        name: the name of its function.
-        source, backend, options: Triton's hashes of its source and constants, of its target and assembler,
-            and of its options.
-        variables: names and values of the environment variables that change its code.
+        name: the name of the kernel's function.
+        source, backend, options: Triton's hashes of the kernel's source and constants, of its target and
+            assembler, and of its options.
+        variables: names and values of the environment variables that change the compiled code.
     """
 
     name: str
@@ -92,7 +94,7 @@ class Kernel(NamedTuple):
 
 
 class _Hashed(NamedTuple):
-    """Takes the place of an object of Triton, and has only the object's hash."""
+    """Takes the place of an object of Triton when a kernel's name is computed. Has only the object's hash."""
 
     value: str
 
@@ -101,7 +103,7 @@ class _Hashed(NamedTuple):
 
 
 def can_record() -> bool:
-    """True if this version of Triton has what archives need."""
+    """True if this version of Triton has the function ``get_cache_key``, which archives need."""
     from triton.runtime import cache
 
     return hasattr(cache, "get_cache_key")
@@ -109,10 +111,10 @@ def can_record() -> bool:
 
 @contextlib.contextmanager
 def recording() -> Iterator[dict[str, Kernel]]:
-    """A context that records, under their hashes, all kernels that Triton compiles or finds in its cache.
+    """A context that records all kernels that Triton compiles or finds in its cache, as {hash: kernel}.
 
-    It changes a function of Triton, so it is for programs that do nothing else. Kernels that this process
-    used before are not recorded.
+    It replaces Triton's function ``get_cache_key`` for the whole process. So it is for programs that do
+    nothing else. Kernels that this process used before are not recorded.
 
     Raises ArchiveError if this version of Triton does not have this function.
     """
@@ -174,8 +176,8 @@ def _entry(name: str) -> zipfile.ZipInfo:
 def load(path: Path, device: torch.device) -> Imported:
     """Add the kernels of the archive at ``path`` to Triton's cache. A kernel that is already there is kept.
 
-    Raises ArchiveError, before anything is written, if the archive is damaged, or if it was made for another
-    compute capability than that of ``device``, for another version of Triton or for other kernels.
+    Raises ArchiveError if the archive is damaged, or if it was made for another compute capability than that
+    of ``device``, for another version of Triton or for other kernels. Then no kernel is added.
     """
     from triton.runtime.cache import get_cache_manager
 
@@ -185,8 +187,9 @@ def load(path: Path, device: torch.device) -> Imported:
         key = _digest(_key_function()(*map(_Hashed, kernel[1:4]), kernel.variables))
         manager = get_cache_manager(key)
         described = f"{kernel.name}.json"
-        # An entry without a group is not complete. Another process that is writing it writes the same, and
-        # Triton replaces each file at once.
+        # A cache entry has a *group*, a list of its files, which is written last. An entry without a group is
+        # not complete, and is written here. If another process is writing the same entry, it writes the same
+        # content, and Triton replaces each file atomically.
         if manager.get_group(described):
             continue
         files = {**code, described: json.dumps({**description, "hash": key}).encode()}
@@ -196,12 +199,12 @@ def load(path: Path, device: torch.device) -> Imported:
 
 
 def file_name(capability: tuple[int, int]) -> str:
-    """The name in ``PACKAGE`` of the archive for this Triton and a compute capability."""
+    """File name, in the package of archives, of the archive for this Triton and a compute capability."""
     return f"sm_{capability[0]}{capability[1]}-triton-{triton.__version__}.zip"
 
 
 def is_of_these_kernels(path: Path) -> bool:
-    """True if the archive at ``path`` was made of the source of the kernels that this process has."""
+    """True if the kernels in the archive at ``path`` were compiled from the source that this process uses."""
     try:
         with zipfile.ZipFile(path) as archive:
             return json.loads(archive.read(_MANIFEST))["source of the kernels"] == _source_hash()
@@ -210,10 +213,12 @@ def is_of_these_kernels(path: Path) -> bool:
 
 
 def add_archives(device: torch.device) -> None:
-    """Load an archive, once for each device: the file that ``VARIABLE`` names, else one of ``PACKAGE``.
+    """Load an archive of compiled kernels, once for each device.
 
-    Does nothing if there is none. If the archive cannot be used, this only warns, and kernels are compiled
-    as usual. So a program with an archive also runs on GPUs for which the archive was not made.
+    The archive is the file that the environment variable SDFASTGN_KERNEL_ARCHIVE names. If it is not set, the
+    archive comes from the package sdfastgn_compiled, if this is installed. If the archive cannot be used,
+    this function only warns, and kernels are compiled as usual. So a program with an archive also runs on
+    GPUs for which the archive was not made.
     """
     if device in _states or device.type != "cuda":
         return
@@ -223,9 +228,10 @@ def add_archives(device: torch.device) -> None:
 
 
 def state(device: torch.device) -> str | None:
-    """What ``add_archives`` did for ``device``, in words. None if there is no archive, or not yet.
+    """Says in words whether an archive of compiled kernels was loaded for ``device``, or why not.
 
-    ``device`` without an index is the current GPU.
+    Returns None if there is no archive, or if ``add_archives`` was not called yet. ``device`` without an
+    index is the current GPU.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", current_device())
@@ -247,7 +253,7 @@ def _add(device: torch.device) -> str | None:
 
 
 def _packaged(device: torch.device) -> Path | None:
-    """The archive in ``PACKAGE``. None if the package is not installed, and on AMD's GPUs.
+    """Path of the archive in the package sdfastgn_compiled. None without the package, and on AMD's GPUs.
 
     Raises ArchiveError if the package has no archive for this GPU and Triton.
     """
@@ -283,7 +289,10 @@ def _source_hash() -> str:
 
 
 def _key_function() -> Any:
-    """Triton's function for the text whose hash is a kernel's name. Raises ArchiveError without it."""
+    """Returns Triton's function that makes the text whose hash is the name of a kernel in Triton's cache.
+
+    Raises ArchiveError if this version of Triton lacks the function.
+    """
     from triton.runtime import cache
 
     if not can_record():
@@ -296,8 +305,12 @@ def _digest(key: str) -> str:
 
 
 def _read(path: Path, device: torch.device) -> list[tuple[Kernel, dict[str, Any], dict[str, bytes]]]:
-    """Each kernel, its description, and {name: content} of its code. Raises ArchiveError as ``load`` does."""
-    with path.open("rb") as file:  # an OSError of this line is not about the content
+    """Returns for each kernel of an archive (kernel, Triton's description, {file name: content} of its code).
+
+    Raises ArchiveError if the archive is damaged, or does not fit this GPU, Triton or source.
+    """
+    # An OSError of this line means that the file cannot be opened. It does not mean that the file is damaged.
+    with path.open("rb") as file:
         try:
             return _kernels_in(zipfile.ZipFile(file), device)
         except ArchiveError as error:
@@ -309,7 +322,11 @@ def _read(path: Path, device: torch.device) -> list[tuple[Kernel, dict[str, Any]
 def _kernels_in(
     archive: zipfile.ZipFile, device: torch.device
 ) -> list[tuple[Kernel, dict[str, Any], dict[str, bytes]]]:
-    """As ``_read``. Raises one of ``_DAMAGED`` if the archive is damaged."""
+    """Returns for each kernel (kernel, Triton's description, {file name: content} of its code).
+
+    Raises one of the errors ``_DAMAGED`` if the archive is damaged, and ArchiveError if the archive does not
+    fit this GPU, Triton or source.
+    """
     manifest = json.loads(archive.read(_MANIFEST))
     for what, here in _conditions(torch.cuda.get_device_capability(device)).items():
         if manifest.get(what) != here:
@@ -325,7 +342,10 @@ def _kernels_in(
 
 
 def _parts_of(key: str, kernel: Kernel, files: dict[str, bytes]) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The description of a kernel, and {name: content} of its code. Raises ValueError if they do not fit."""
+    """Returns Triton's description of a kernel, and {file name: content} of the kernel's code.
+
+    Raises ValueError if ``files`` are not the description and the code of this kernel.
+    """
     described = f"{kernel.name}.json"
     code = {name: data for name, data in files.items() if name != described}
     description = json.loads(files[described])

@@ -57,7 +57,7 @@ def as_float(name: str, label: str, value: Any) -> float:
 
 
 def as_eps(name: str, value: Any) -> float:
-    """A norm's eps as a float. Accepts a bool too, as PyTorch does."""
+    """Returns a norm's eps as a float. Accepts a bool too, as PyTorch does."""
     return float(value) if isinstance(value, bool) else as_float(name, "eps", value)
 
 
@@ -74,7 +74,10 @@ def check_activation(name: str, activation: Any) -> None:
 
 
 def check_input(name: str, label: str, t: Any) -> None:
-    """Same as ``check_floating``, but the error for an object that is no tensor does not say "floating"."""
+    """Check that ``t`` is a strided tensor of fp16, bf16, fp32 or fp64: not sparse, not nested.
+
+    Unlike in ``check_floating``, the error for an object that is no tensor does not say "floating".
+    """
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: {label} must be a torch.Tensor, got {type(t).__name__}")
     check_floating(name, label, t)

@@ -30,14 +30,14 @@ class _Rehearsal:
         self._device = device
         self.pool = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "sdfastgn-compile")
         self.jobs: dict[tuple[Any, ...], Future[None]] = {}
-        # (kernel, dtypes) -> lock. Up to Triton 3.6, all compiled forms of a kernel for the same dtypes share
-        # a launcher. A thread holds the lock while it builds the launcher.
+        # One lock for each (kernel, dtypes). Up to Triton 3.6, all compiled forms of a kernel for the same
+        # dtypes share a launcher. A thread holds the lock while it builds the launcher.
         self._launchers: defaultdict[tuple[Any, ...], threading.Lock] = defaultdict(threading.Lock)
         self._caches = threading.Lock()
 
     def add(self, launch: Any, dtypes: tuple[torch.dtype | None, ...]) -> None:
-        # Launches of a kernel that differ only in numbers use the same compiled kernel. So the key has no
-        # numbers.
+        # Launches of a kernel that differ only in numbers use the same compiled kernel. So the key of a
+        # compilation has no numbers.
         key = (launch.kernel, dtypes, *launch.constants.values(), *launch.options.values())
         if key in self.jobs:
             return
@@ -53,17 +53,18 @@ class _Rehearsal:
     ) -> None:
         prepared.join()
         with self._caches, contextlib.suppress(AttributeError):
-            # Reading this entry creates the kernel's cache for the device. Without the lock, two threads
-            # could create two caches. ``device_caches`` is private, and may be missing.
+            # Reading the kernel's entry in ``device_caches`` creates the kernel's cache for the device.
+            # Without the lock, two threads could create two caches. ``device_caches`` is private to Triton,
+            # and may be missing.
             launch.kernel.device_caches[self._device.index]
         with torch.cuda.device(self._device):  # the current device is a setting of each thread
             compiled = launch.kernel.warmup(
                 *dtypes, *launch.numbers, grid=(1,), **launch.constants, **launch.options
             )
             try:
-                # Reading ``run`` loads the kernel on the device and builds the launcher, by a C compiler,
-                # unless Triton's cache has it. So the first launch finds both. Without the lock, several
-                # threads would build the same launcher.
+                # Reading the attribute ``run`` of a compiled kernel loads the kernel on the device. It also
+                # builds the launcher by a C compiler, unless Triton's cache has the launcher. So the first
+                # launch finds both. Without the lock, several threads would build the same launcher.
                 with launcher:
                     _ = compiled.run
             except Exception:
@@ -72,14 +73,18 @@ class _Rehearsal:
 
 
 # The ``_Rehearsal`` of the current thread while ``rehearse`` runs, else None. A ``Launch`` whose kernel is
-# not compiled yet passes the kernel to this ``_Rehearsal``, and launches nothing.
+# not compiled yet passes the kernel to this ``_Rehearsal``, which compiles the kernel in another thread. Then
+# nothing is launched.
 rehearsal: contextvars.ContextVar[_Rehearsal | None] = contextvars.ContextVar(
     "sdfastgn_rehearsal", default=None
 )
 
 
 def without_rehearsal() -> contextlib.AbstractContextManager[None]:
-    """A context that launches kernels even in a rehearsal, for callers that need the results."""
+    """A context that launches kernels even while ``rehearse`` runs, for callers that need the results.
+
+    ``rehearse`` otherwise only compiles the kernels of a call.
+    """
     return setting(rehearsal, None)
 
 
@@ -87,10 +92,11 @@ def without_rehearsal() -> contextlib.AbstractContextManager[None]:
 def prepare(device: torch.device) -> threading.Thread:
     """Start a thread that prepares Triton for its first compilation, once for each device.
 
-    Archives of kernels are added to Triton's cache. Triton hashes its own library, builds its access to the
-    driver with a C compiler, and imports modules. Meanwhile other threads can run Python most of the time.
+    The thread adds archives of kernels to Triton's cache. It lets Triton hash its own library, build its
+    access to the driver with a C compiler, and import modules. Meanwhile other threads can run Python most of
+    the time.
 
-    Returns the thread. It has nothing to do if no kernel can run on ``device``.
+    Returns the thread. The thread does nothing if no kernel can run on ``device``.
     """
     thread = threading.Thread(target=_prepare, args=(device,), name="sdfastgn-prepare")
     thread.start()
@@ -105,8 +111,8 @@ def _prepare(device: torch.device) -> None:
     archive.add_archives(device)
     # An error is ignored here: the first launch of a kernel raises it again.
     with contextlib.suppress(Exception), torch.cuda.device(device):
-        # ``warmup`` compiles the kernel, but does not load it on the device. When this thread also loaded it,
-        # PyTorch's attention in another thread had to wait for it: for one second, with an H100.
+        # ``warmup`` compiles the kernel, but does not load it on the device. When this thread also loaded the
+        # kernel, PyTorch's attention in another thread had to wait one second for the load, on an H100.
         nothing.warmup(torch.float32, grid=(1,))
 
 

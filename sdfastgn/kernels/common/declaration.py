@@ -8,13 +8,15 @@ A declaration is a NamedTuple class with one annotated field for each argument o
         activation: Annotated[str, Value(check_activation)]
         eps: float
 
-Most functions here derive one thing from such a class, for example the op's schema. ``ScaleCall`` is the
-example in their docstrings. ``common/op.py`` and ``common/grad_op.py`` use them to register ops. The others
-are values for ``Operand(whole=...)``, or prepare the tensors of a call.
+Most functions here derive one thing from such a class, for example the op's schema. ``common/op.py`` and
+``common/grad_op.py`` use these functions to register ops. The other functions here copy tensors into memory
+layouts that kernels can read (``Operand(whole=...)``), or prepare the tensors of a call.
 
-An instance of such a class is a *call*: the values of the op's arguments.
+An instance of such a class is a *call*: the values of the op's arguments. An *operand* is an argument that is
+a tensor.
 
-Fields with defaults come last. They are not arguments in the op's schema: only plans and kernels use them.
+Fields with defaults come last. They are not arguments in the op's schema. Only the code that launches the
+op's kernels uses them.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from torch import Tensor
 from sdfastgn.kernels.common import layout
 from sdfastgn.kernels.common.checks import as_float, as_index, check_bool, check_input, check_operand
 
-# Annotation -> type in the op's schema.
+# Maps the annotation of a field to the argument's type in the op's schema.
 _KINDS: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -42,23 +44,25 @@ _KINDS: dict[Any, str] = {
     str: "str",
 }
 
-# Type in the op's schema -> (Python's type, check of a value that has another type, such as NumPy's int).
-# The check raises an error if PyTorch does not take the value.
+# Maps the type of an argument in the op's schema to (Python's type, check). The check is called for a value
+# of another type, such as NumPy's int. It raises an error if PyTorch does not accept the value.
 NUMBERS: dict[str, tuple[type, Callable[[str, str, Any], object]]] = {
     "int": (int, as_index),
     "float": (float, as_float),
     "bool": (bool, check_bool),
 }
 
-# Name of an operand -> its gradient. An unwanted gradient is None, or its name is missing.
+# Maps the name of an argument that is a tensor to the gradient of this tensor. If the gradient is not wanted,
+# the value is None, or the name is missing.
 Gradients = dict[str, Tensor | None]
 
 
 # --- annotations ------------------------------------------------------------------------------------
 
-# Values for ``Operand(whole=...)``: functions for the memory layouts that kernels of several ops read. Some
-# ops have further functions of their own. A function returns the tensor itself if the tensor has its layout,
-# else a copy with this layout. ``call`` is the op's call, with all its arguments.
+# The next functions are values for ``Operand(whole=...)``. Each function stands for one memory layout that
+# kernels can read. It returns the tensor itself if the tensor has this layout, else a copy that has it. The
+# parameter ``call`` has the values of all arguments of the op. Files of single ops define further functions
+# for layouts that only one op needs.
 
 
 def contiguous(t: Tensor, call: Any) -> Tensor:
@@ -67,7 +71,7 @@ def contiguous(t: Tensor, call: Any) -> Tensor:
 
 
 def dense(x: Tensor, call: Any) -> Tensor:
-    """Returns ``x`` (N, C, *spatial), or a copy if it is neither channels-last nor channels-first."""
+    """Returns ``x`` (N, C, *spatial) if it is channels-last or channels-first, else a copy that is."""
     return layout.dense(x)
 
 
@@ -82,7 +86,10 @@ def dense_rows(x: Tensor, call: Any) -> Tensor:
 
 
 def even_rows(x: Tensor, call: Any) -> Tensor:
-    """Returns ``x`` (..., D), or a contiguous copy if kernels cannot read its rows (``row_stride``)."""
+    """Returns ``x`` (..., D), or a contiguous copy if no constant stride leads from row to row.
+
+    ``layout.row_stride`` has the exact conditions.
+    """
     return x.contiguous() if layout.row_stride(x) is None else x
 
 
@@ -93,8 +100,8 @@ class Operand:
         shapes: the allowed shapes. A letter such as C means the same size in all operands of the op.
             ``*spatial`` and ``...`` match zero or more axes. If no shape is given, the op's own check must
             check the shape.
-        whole: function that returns the tensor in a layout that kernels can read, such as ``contiguous`` or
-            ``dense`` of this file. None if kernels can read every layout.
+        whole: function ``(tensor, call) -> tensor`` that returns the tensor in a layout that kernels can
+            read, such as ``contiguous`` or ``dense`` of this file. None if kernels can read every layout.
         has_gradient: True if autograd may ask for the tensor's gradient.
         same_dtype: True if the tensor must have the dtype of the first operand.
         label: name in errors. Default: the name of the field.
@@ -115,24 +122,26 @@ class Operand:
 class Value(NamedTuple):
     """Annotation of an argument that is not a tensor.
 
-    ``check(public name, value)`` raises an error if the value is wrong.
+    ``check``: function ``(name of the public function, value)`` that raises an error if the value is wrong.
     """
 
     check: Callable[[str, Any], None]
 
 
-# Annotations of the last fields of a backward's declaration. The value of a field ``dweight: Wanted`` is True
-# if the gradient of ``weight`` is wanted. The value of a field ``dweight: WantedDtype`` is the dtype of the
-# gradient, or None if the gradient is not wanted.
+# Annotations of the last fields in the declaration of an op that computes gradients. The value of a field
+# ``dweight: Wanted`` is True if the gradient of ``weight`` is wanted. The value of a field
+# ``dweight: WantedDtype`` is the dtype of the gradient, or None if the gradient is not wanted.
 _WANTED = "wanted"
 Wanted = Annotated[bool, _WANTED]
 WantedDtype = Annotated[torch.dtype | None, _WANTED]
 
 
 class Field(NamedTuple):
-    """One field of a declaration, for example ``Field("weight", 1, "Tensor?", Operand("(C,)"))``.
+    """One argument of an op: a field of the NamedTuple class that declares the op's arguments.
 
-    ``place``: index of the field. ``kind``: its type in the op's schema. ``note``: its annotation, or None.
+    For example ``Field("weight", 1, "Tensor?", Operand("(C,)"))``.
+    ``place``: index of the field. ``kind``: the field's type in the op's schema. ``note``: the field's
+    annotation, such as an ``Operand``, or None if it has no annotation.
     """
 
     name: str
@@ -147,7 +156,7 @@ class Field(NamedTuple):
 
 @functools.cache
 def fields_of(call_type: Any) -> tuple[Field, ...]:
-    """All fields of a declaration, including those with defaults."""
+    """All fields of the NamedTuple class that declares an op's arguments, including those with defaults."""
     hints = typing.get_type_hints(call_type, include_extras=True)
     found = []
     for place, name in enumerate(call_type._fields):
@@ -164,7 +173,10 @@ def fields_of(call_type: Any) -> tuple[Field, ...]:
 
 
 def arguments_of(call_type: Any) -> tuple[Field, ...]:
-    """The fields of a declaration that have no default: the arguments in the op's schema."""
+    """The fields of ``call_type`` that have no default: the arguments in the op's schema.
+
+    ``call_type``: the NamedTuple class that declares the op's arguments.
+    """
     return tuple(field for field in fields_of(call_type) if field.name not in call_type._field_defaults)
 
 
@@ -175,31 +187,33 @@ def schema_of(name: str, call_type: Any, results: str) -> str:
 
 
 def differentiable(call_type: Any) -> tuple[str, ...]:
-    """Names of the operands that may have a gradient. For ``ScaleCall``: ``("x", "weight")``."""
+    """Names of the operands that may have a gradient, for example ``("x", "weight")``."""
     return tuple(f.name for f in arguments_of(call_type) if f.is_tensor and f.note.has_gradient)
 
 
 def passed_on(call_type: Any) -> tuple[str, ...]:
-    """Names of the arguments that are neither tensors nor dtypes. The op's backward takes them too.
+    """Names of the arguments that are neither tensors nor dtypes, for example ``("activation", "eps")``.
 
-    For ``ScaleCall``: ``("activation", "eps")``.
+    The op's backward takes these arguments too.
     """
     return tuple(f.name for f in arguments_of(call_type) if not f.is_tensor and f.kind != "ScalarType?")
 
 
 def gradients_of(grad_type: Any) -> tuple[str, ...]:
-    """Names of the operands whose gradients a backward can compute. For ``ScaleCall``: ``("x", "weight")``.
+    """Names of the operands whose gradients a backward can compute, for example ``("x", "weight")``.
 
-    ``grad_type``: the declaration of the backward.
+    ``grad_type``: the NamedTuple class that declares the arguments of the backward.
     """
     return tuple(field.name[1:] for field in fields_of(grad_type) if field.note is _WANTED)
 
 
 def backward_of(call_type: Any, saved: tuple[str, ...], dy: Operand, wanted: Any = Wanted) -> Any:
-    """Returns the declaration of an op's backward. The op must have one result with a gradient.
+    """Returns a NamedTuple class with the arguments of an op's backward: the declaration of the backward.
 
-    For example, ``backward_of(ScaleCall, ("mean",), ...)`` has the fields dy, x, mean, weight, activation,
-    eps, dx, dweight. The order of the fields is:
+    The op must have one result with a gradient.
+
+    For example, an op has the arguments x, weight, activation and eps, and its forward saves the tensor mean.
+    Then the fields are dy, x, mean, weight, activation, eps, dx, dweight. The order of the fields is:
 
     - the gradient of the result;
     - the op's first operand;
@@ -212,7 +226,8 @@ def backward_of(call_type: Any, saved: tuple[str, ...], dy: Operand, wanted: Any
         call_type: the declaration of the op.
         saved: names of the saved tensors.
         dy: the annotation of the result's gradient.
-        wanted: ``Wanted`` or ``WantedDtype``.
+        wanted: the annotation of the last fields. With ``Wanted`` their values are bools, with
+            ``WantedDtype`` they are dtypes or None.
     """
     hints = typing.get_type_hints(call_type, include_extras=True)
     first, *others = differentiable(call_type)
@@ -224,22 +239,26 @@ def backward_of(call_type: Any, saved: tuple[str, ...], dy: Operand, wanted: Any
 
 
 def checks_of(call_type: Any, own: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
-    """Returns a function ``check(public name, call)`` that raises an error if an argument is wrong.
+    """Returns a function ``check(name, call)`` that raises an error if an argument is wrong.
 
-    For ``ScaleCall`` this function checks, in this order:
+    ``name`` is the name of the public function, with which each error begins. The function checks, in this
+    order:
 
-    - x is a floating tensor of rank 2 or more;
-    - ``own(public name, call)``, the op's own check, does not raise;
-    - ``check_activation`` does not raise;
-    - eps is a number;
-    - weight is None, or a floating tensor of shape (C,) on the device of x.
+    - the first operand is a floating tensor, and has at least the axes that its annotation names;
+    - ``own(name, call)``, the op's own check, does not raise;
+    - the check in each annotation ``Value`` does not raise;
+    - numbers and bools have types that PyTorch accepts;
+    - each other operand is a floating tensor of one of its allowed shapes, on the device of the first
+      operand. Or it is None, if the declaration allows None.
 
-    It raises TypeError and ValueError as in ``common/checks.py``, and what ``own`` raises.
+    It raises TypeError for a wrong type or dtype, ValueError for a wrong value, shape or device, and what
+    ``own`` raises.
     """
     first, *others = fields_of(call_type)
     (shape,) = first.note.shapes
     least = sum(part[0] not in "*." for part in _parts(shape))
-    # torch.compile traces ``check``. So what does not depend on the call is computed here, outside of it.
+    # torch.compile traces the function ``check``. So what does not depend on the call is computed here,
+    # before ``check`` is called.
     values = [(field.name, field.note.check) for field in others if isinstance(field.note, Value)]
     numbers = [(field.name, *NUMBERS[field.kind]) for field in others if field.kind in NUMBERS]
     operands = [
@@ -273,15 +292,16 @@ def checks_of(call_type: Any, own: Callable[[str, Any], None]) -> Callable[[str,
 
 
 def _parts(shape: str) -> list[str]:
-    """``"(N, C, *spatial)"`` -> ``["N", "C", "*spatial"]``"""
+    """Splits a shape: ``"(N, C, *spatial)"`` becomes ``["N", "C", "*spatial"]``."""
     return [part.strip() for part in shape.strip("()").split(",") if part.strip()]
 
 
 def _axes(shape: str, first: str) -> list[tuple[int, int | None] | int]:
-    """Translates each part of ``shape``. A number stays as it is. A name becomes the place of its axes.
+    """Translates each part of ``shape``, the allowed shape of an operand. A number becomes an int.
 
-    The place is (start, stop), the indices of the axes with this name in ``first``. For example, ``shape``
-    ``"(1, C, *spatial)"`` and ``first`` ``"(N, C, *spatial)"`` give ``[1, (1, 2), (2, None)]``.
+    A name becomes (start, stop), the range of the axes with this name in ``first``, the shape of the op's
+    first operand. For example, ``shape`` ``"(1, C, *spatial)"`` and ``first`` ``"(N, C, *spatial)"`` give
+    ``[1, (1, 2), (2, None)]``.
     """
     names = _parts(first)
     rest = next((i for i, name in enumerate(names) if name[0] in "*."), len(names))
@@ -299,9 +319,10 @@ def _axes(shape: str, first: str) -> list[tuple[int, int | None] | int]:
 
 
 def _sizes(axes: list[tuple[int, int | None] | int], x: Tensor) -> tuple[int, ...]:
-    """The shape that an operand must have. ``axes``: result of ``_axes`` for it. ``x``: the first operand.
+    """Returns the shape that an operand must have in a call whose first operand is ``x``.
 
-    For example, ``axes`` ``[1, (1, 2)]`` and ``x`` of shape (2, 320, 64) give ``(1, 320)``.
+    ``axes``: for each axis of the operand its size, or the range of the axes of ``x`` with the same sizes.
+    For example, ``[1, (1, 2)]`` and ``x`` of shape (2, 320, 64) give ``(1, 320)``.
     """
     found: tuple[int, ...] = ()
     for axis in axes:
@@ -310,9 +331,11 @@ def _sizes(axes: list[tuple[int, int | None] | int], x: Tensor) -> tuple[int, ..
 
 
 def gaps_of(call: Any) -> tuple[tuple[int, Callable[[Tensor, Any], Tensor]], ...]:
-    """Finds the operands whose memory layout kernels cannot read, and returns (index, ``whole``) for each.
+    """Finds the operands whose memory layout kernels cannot read. Returns (index, function) for each of them.
 
-    For example ``((0, dense),)`` if only the first operand has gaps, and its annotation has ``whole=dense``.
+    The function copies the operand into a layout that kernels can read. It is ``whole`` of the operand's
+    annotation. For example, the result is ``((0, dense),)`` if only the first operand has gaps in memory, and
+    its annotation has ``whole=dense``.
     """
     call_type: Any = type(call)
     return tuple(
@@ -327,7 +350,7 @@ def gaps_of(call: Any) -> tuple[tuple[int, Callable[[Tensor, Any], Tensor]], ...
 def without_gaps(call: Any, gaps: tuple[tuple[int, Callable[[Tensor, Any], Tensor]], ...]) -> Any:
     """Returns ``call`` with copies of the operands in ``gaps``, so that kernels can read all operands.
 
-    ``gaps``: the result of ``gaps_of(call)``.
+    ``gaps``: (index of the operand, function that copies the operand), from ``gaps_of(call)``.
     """
     arguments = list(call)
     for place, whole in gaps:
@@ -336,10 +359,10 @@ def without_gaps(call: Any, gaps: tuple[tuple[int, Callable[[Tensor, Any], Tenso
 
 
 def empty_gradients(call: Any, names: tuple[str, ...]) -> Gradients:
-    """Uninitialized tensors for the gradients of the operands ``names``, with their shapes and dtypes.
+    """Allocates uninitialized tensors for the gradients of the operands ``names``.
 
-    The gradient of x has the strides of x, which must have no gaps. All other gradients are contiguous. An
-    operand that is None gets no gradient.
+    A gradient has the shape and the dtype of its operand. The gradient of x also has the strides of x, which
+    must have no gaps in memory. All other gradients are contiguous. An operand that is None gets no gradient.
     """
     found: Gradients = {}
     for name in names:
@@ -352,7 +375,9 @@ def empty_gradients(call: Any, names: tuple[str, ...]) -> Gradients:
 
 
 def empty_row_gradients(call: Any, names: tuple[str, ...]) -> Gradients:
-    """Uninitialized contiguous tensors for the gradients of the operands ``names``, for an op on rows.
+    """Allocates uninitialized, contiguous tensors for the gradients of the operands ``names``.
+
+    This function is for ops on rows.
 
     The gradient of x (..., D) has the shape of x. All other gradients have the shape (D,). The fields of
     ``call`` that are annotated with ``WantedDtype`` give the dtypes.

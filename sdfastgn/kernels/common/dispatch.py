@@ -28,24 +28,27 @@ from sdfastgn.kernels.common.setting import setting
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # The reason why kernels are turned off in this process; None if they are on. ``turn_off`` sets it.
 why_off: str | None = "triton is not installed" if gpu.triton is None else None
-# (name of an op, index of a GPU) -> why the op runs in plain PyTorch on this GPU. ``turn_op_off`` adds to it.
+# Maps (name of an op, index of a GPU) to the reason why the op runs in plain PyTorch on this GPU.
+# ``turn_op_off`` adds entries.
 ops_off: dict[tuple[str, int], str] = {}
-# True inside ``stock_code``. It is a ContextVar, so that other threads still launch kernels.
+# True inside the context ``stock_code``, in which no kernels are launched. It is a ContextVar, so that other
+# threads still launch kernels.
 _in_stock_code: ContextVar[bool] = ContextVar("sdfastgn_in_stock_code", default=False)
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _TENSORS = (Tensor, torch.nn.Parameter)
-# Types of arguments for which the dispatcher can be skipped. A subclass of Tensor may need the dispatcher.
+# Types of arguments for which a call can skip PyTorch's dispatcher. A subclass of Tensor may need the
+# dispatcher.
 _PLAIN_TYPES = frozenset((*_TENSORS, type(None), int, float, bool, str, torch.dtype))
 
 
 class KernelError(Exception):
     """Raised if the GPU is too old, or if Triton cannot compile or load a kernel.
 
-    The op that launched the kernel catches this error, turns its kernels off (``turn_op_off``) and runs in
-    plain PyTorch. Public functions never raise it.
+    The op that launched the kernel catches this error. It turns its own kernels off (``turn_op_off``) and
+    runs in plain PyTorch. Public functions never raise this error.
     """
 
 
@@ -68,7 +71,7 @@ def turn_off(reason: str) -> KernelError:
 def turn_op_off(op: str, x: Tensor, error: KernelError) -> None:
     """Make all later calls of ``op`` on the GPU of ``x`` run in plain PyTorch, because of ``error``.
 
-    Warns once. Does nothing if all kernels are off.
+    Warns once. Does nothing if all kernels of this process are off already.
     """
     key = op, x.get_device()
     if why_off is None and key not in ops_off:
@@ -81,12 +84,15 @@ def turn_op_off(op: str, x: Tensor, error: KernelError) -> None:
 
 
 def is_op_off(op: str, x: Tensor) -> bool:
-    """True if the kernels of ``op`` are off on the GPU of ``x``, or if all kernels are."""
+    """True if the kernels of ``op`` are turned off on the GPU of ``x``, or if all kernels are turned off."""
     return why_off is not None or (bool(ops_off) and (op, x.get_device()) in ops_off)
 
 
 def ops_without_kernels() -> dict[str, str]:
-    """``ops_off`` for reports: the op and its GPU, such as ``geglu on cuda:0`` -> why."""
+    """Returns {op and GPU: reason why the op's kernels are turned off there}, for reports.
+
+    A key is, for example, ``geglu on cuda:0``.
+    """
     return {
         f"{op} on {'cpu' if index < 0 else f'cuda:{index}'}": reason
         for (op, index), reason in ops_off.items()
@@ -97,8 +103,8 @@ def kernels_of(op: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorator of a function that launches kernels of ``op``.
 
     The first argument of the function must be a tensor on the GPU. The function raises ``KernelError`` if a
-    kernel cannot be compiled. This turns off the kernels of ``op`` on this GPU, and all later calls raise the
-    error at once. Callers catch it and compute in plain PyTorch.
+    kernel cannot be compiled. Then the decorator turns off the kernels of ``op`` on this GPU. All later calls
+    of the function raise ``KernelError`` at once. Callers catch the error and compute in plain PyTorch.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -119,7 +125,7 @@ def kernels_of(op: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def stock_code() -> AbstractContextManager[None]:
-    """A context in which this thread launches no kernels, and optimized modules run their stock forwards.
+    """A context in which this thread launches no kernels, and optimized modules run their original forwards.
 
     Code that torch.compile has already compiled still launches kernels.
     """
@@ -127,13 +133,17 @@ def stock_code() -> AbstractContextManager[None]:
 
 
 def is_stock_code() -> bool:
-    """True inside ``stock_code``. Always False in code that torch.compile compiles (``is_on`` says why)."""
+    """True inside the context ``stock_code``, in which this thread launches no kernels.
+
+    Always False in code that torch.compile compiles, because torch.compile cannot trace a ContextVar.
+    """
     return not torch.compiler.is_compiling() and _in_stock_code.get()
 
 
 def is_on() -> bool:
     """True if calls of this thread may launch kernels now."""
-    # torch.compile cannot trace the ContextVar. Compiled code therefore ignores ``stock_code``.
+    # torch.compile cannot trace a ContextVar. So compiled code ignores the context ``stock_code``, in which
+    # no kernels should be launched.
     return why_off is None and (torch.compiler.is_compiling() or not _in_stock_code.get())
 
 
@@ -150,40 +160,49 @@ def runs_in_triton(x: Tensor) -> bool:
 def has_kernels(x: Tensor) -> bool:
     """True if a call on ``x`` may use this package's ops: kernels run, and the call is not exported to ONNX.
 
-    If it is False, public functions call PyTorch's own ops, and optimized modules run their stock forward. An
-    export to ONNX cannot translate this package's ops.
+    An export to ONNX cannot translate this package's ops. If the result is False, public functions call
+    PyTorch's own ops, and optimized modules run their original forward.
     """
     if not is_supported(x) or why_off is not None:
         return False
-    # ``is_compiling`` takes longer, so it is called only if x is a subclass of Tensor, as in an export
-    # without torch.compile.
+    # ``is_compiling`` is also True in exports without torch.compile, but takes longer than
+    # ``is_dynamo_compiling``. In such exports x is a subclass of Tensor. So ``is_compiling`` is called only
+    # for subclasses.
     if torch.compiler.is_dynamo_compiling() or (type(x) is not Tensor and torch.compiler.is_compiling()):
         return not torch.onnx.is_in_onnx_export()
     return not _in_stock_code.get() and not (is_tracing() and torch.onnx.is_in_onnx_export())
 
 
 def autocast_dtype(x: Any) -> torch.dtype | None:
-    """The dtype of a norm's result: fp32 under CUDA autocast if kernels run. None means the dtype of x."""
+    """Returns the dtype of a norm's result: fp32 under CUDA autocast if kernels run on x.
+
+    Otherwise returns None, which means the dtype of x.
+    """
     if any_autocast() and torch.is_autocast_enabled("cuda") and isinstance(x, Tensor) and runs_in_triton(x):
         return torch.float32
     return None
 
 
 def is_autocast(x: Tensor) -> bool:
-    """True under autocast of the device of ``x``."""
+    """True if autocast is on for the type of device on which ``x`` is."""
     return any_autocast() and torch.is_autocast_enabled(x.device.type)
 
 
 def needs_op(x: Tensor) -> bool:
     """Decides how a call runs that does not launch kernels directly, for example under torch.compile.
 
-    Returns True if the registered op runs it, through the dispatcher, and False if PyTorch's own ops do.
+    Returns True if the op that this package has registered with PyTorch runs the call, through the
+    dispatcher. Returns False if PyTorch's own ops run it.
     """
     return has_kernels(x) and (torch.compiler.is_compiling() or not is_transformed())
 
 
 def is_plain_inference(x: Tensor, others: Iterable[Any]) -> bool:
-    """True if the call is plain (``is_plain``) and autograd need not record it: a kernel may run directly."""
+    """True if a call may launch a kernel directly.
+
+    A call may do so if it can skip PyTorch's dispatcher (``is_plain``), and autograd need not record the
+    call.
+    """
     return is_plain(x, others) and not (torch.is_grad_enabled() and wants_gradient(x, others))
 
 
@@ -195,7 +214,7 @@ def wants_gradient(x: Tensor, others: Iterable[Any]) -> bool:
 
 
 def is_plain(x: Tensor, others: Iterable[Any]) -> bool:
-    """True if a call can skip PyTorch's dispatcher: kernels run, and ``is_untraced`` is True.
+    """True if a call can skip PyTorch's dispatcher: kernels run, and nothing traces or transforms the call.
 
     Autograd may still have to record the call (``wants_gradient``). If x is a Parameter, the result is always
     False.
@@ -222,7 +241,8 @@ def is_untraced(x: Tensor, others: Iterable[Any]) -> bool:
     """True if the arguments are ordinary tensors and numbers, and nothing traces or transforms the call.
 
     False under tracing, in torch.func transforms, in forward-mode AD and in PyTorch's modes
-    (``TorchDispatchMode``, ``TorchFunctionMode``), except the mode that only chooses a default device. Also
+    (``TorchDispatchMode``, ``TorchFunctionMode``). Two modes make no difference: the mode that only chooses a
+    default device, and the mode of code that records this thread's launches (``common/observers.py``). Also
     False for a subclass of Tensor, except Parameter.
     """
     return (
@@ -232,7 +252,7 @@ def is_untraced(x: Tensor, others: Iterable[Any]) -> bool:
         and (dispatch_modes() == 0 or is_observed())
         and not in_function_mode()
         and not is_tracing()
-        # The next two lines are ``not is_transformed()``. A function call would take time.
+        # The next two lines repeat the code of ``not is_transformed()``, because a function call takes time.
         and in_transform() is None
         and forward_ad._current_level < 0
     )

@@ -1,7 +1,8 @@
 """Quantization to E4M3, an 8-bit float dtype, with one scale for a whole tensor.
 
-A *quantizer* is an fp32 tensor of ``NUMBERS`` numbers, which ``SCALE`` and the next constants index. A kernel
-that gets a quantizer writes y / scale in E4M3 instead of y. So y is about scale times what was written.
+A *quantizer* is an fp32 tensor of ``NUMBERS`` numbers. The constant ``SCALE`` and the next ones are the
+indices of these numbers. A kernel that gets a quantizer writes y / scale in E4M3 instead of y. So y is about
+scale times what was written.
 
 The scale was learned from other tensors. If a finite value of y is beyond the range of E4M3, y is written
 again with a larger scale: the learned one times the smallest power of two with which all finite values are in
@@ -28,28 +29,36 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 # The largest number of E4M3.
 LARGEST = 448.0
-# Indices of a quantizer's numbers:
+# Indices of the numbers in a quantizer, the fp32 tensor with scales and counts of a quantization:
 # - the scale with which the last y was written. Matrix products read it from memory, so it comes first, at an
 #   address that is a multiple of 16;
 # - the learned scale, and 1 / the learned scale;
-# - of the present call: the number of values beyond the range of the learned scale, with NaN and infinities;
-#   the largest magnitude of the finite ones, divided by the learned scale; and the number of programs that
-#   have retried. Between two calls the three are 0;
-# - of all calls so far: the number of values beyond the range, and the largest magnitude, as above.
+# - of the present call: the number of values beyond the range with the learned scale, including NaN and
+#   infinities; the largest magnitude of the finite ones among them, divided by the learned scale; and the
+#   number of programs that have written values again. Between two calls these three numbers are 0;
+# - of all calls so far: the number of values beyond the range, including NaN and infinities, and the largest
+#   magnitude of the finite ones among them, divided by the learned scale.
 SCALE, LEARNED, INVERSE, BEYOND, AMAX, RETRIED, TOTAL, MOST = range(8)
 NUMBERS = 8
-# Maximum number of programs of a retry. Most retries end at once, and more programs would take longer to
-# start. This is about the number of multiprocessors of a large GPU.
+# Maximum number of programs of a retry, the second launch of a kernel. Most retries end at once, and more
+# programs would take longer to start. This is about the number of multiprocessors of a large GPU.
 RETRY_PROGRAMS = 128
 
 
 def launches_of(programs: int) -> tuple[tuple[int, bool], tuple[int, bool]]:
-    """(number of programs, whether it is the retry) of the two launches of a kernel of ``programs`` tiles."""
+    """Returns (number of programs, whether it is the retry) for each of the two launches of a kernel.
+
+    The first launch quantizes y. The retry does this again if values were beyond the range of E4M3.
+    ``programs``: number of tiles of y.
+    """
     return (programs, False), (min(programs, RETRY_PROGRAMS), True)
 
 
 def quantized(y: Tensor, quantizer: Tensor) -> Tensor:
-    """Returns y / scale in E4M3, for y of any shape and float dtype. Writes the scale into the quantizer."""
+    """Returns y / scale in E4M3, for y of any shape and float dtype.
+
+    Writes the scale into ``quantizer``, and updates its totals of values beyond the range of E4M3.
+    """
     u = y.float() * quantizer[INVERSE]
     is_beyond = ~(u.abs() <= LARGEST)
     largest = torch.where(is_beyond & u.isfinite(), u.abs(), 0).amax()
@@ -62,6 +71,6 @@ def quantized(y: Tensor, quantizer: Tensor) -> Tensor:
 
 
 def _power_of_2(ratio: Tensor) -> Tensor:
-    """The smallest power of two that is at least ``ratio``, fp32 without dimensions; at least 1."""
+    """Returns the smallest power of two that is at least ``ratio``, a 0-d fp32 tensor, and at least 1."""
     bits = ratio.clamp(min=1).view(torch.int32)
     return ((bits + 0x7FFFFF) & -0x800000).view(torch.float32)

@@ -1,4 +1,9 @@
-"""The Triton function with which kernels quantize to E4M3. ``common/e4m3.py`` explains quantizers."""
+"""Triton functions with which kernels quantize their result y to E4M3.
+
+Such a kernel gets a *quantizer*: fp32 numbers in the GPU's memory, among them the scale and counts of values
+beyond the range of E4M3. ``common/e4m3.py`` explains them. The kernel is launched twice. The second launch is
+called the *retry*. It does nothing unless the first launch has met values beyond the range.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +14,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def start_of_e4m3():
-    """Returns 0, but the compiler only knows that the result is a multiple of 8. Add it to a store's offsets.
+    """Returns 0, but the compiler only knows that the result is a multiple of 8.
 
-    Then a thread stores at most 8 elements at once, as many as it has loaded as 16 bytes of fp16. Without
-    this 0 a thread would store 16 elements, half of them loaded by another thread, and the threads would
-    exchange them through shared memory.
+    Kernels add it to the offsets of a store of 8-bit elements. Then a thread stores at most 8 elements at
+    once, as many as it has loaded as 16 bytes of fp16. Without this 0 a thread would store 16 elements.
+    Another thread would have loaded half of them, and the threads would exchange elements through shared
+    memory.
     """
     return tl.program_id(0) // 1073741824 * 8
 
@@ -22,23 +28,26 @@ def start_of_e4m3():
 def in_e4m3_range(y, mask, quantizer_ptr, RETRY: tl.constexpr):
     """Returns y / scale, limited to the range of E4M3, in fp32. NaN stays NaN.
 
-    The first launch uses the learned scale, and counts values beyond its range, NaN and infinities. The retry
-    uses the scale that has grown, and makes infinities NaN.
+    The first launch uses the scale that was learned from other tensors. It counts the values beyond the range
+    of E4M3, including NaN and infinities. The second launch (``RETRY``) uses a larger scale, with which all
+    finite values are in the range. It turns infinities into NaN.
 
-    ``mask``: True for the elements that count, or None if all do. ``quantizer``: (8,) fp32.
+    ``mask``: True for the elements that belong to y, or None if all do. ``quantizer``: (8,) fp32, described
+    in ``common/e4m3.py``.
     """
     if RETRY:
         u = y * (tl.load(quantizer_ptr + 2) / _growth(quantizer_ptr))
-        # Only infinities and rounding errors are beyond the range now.
+        # With the larger scale, only infinities are far beyond the range. A finite value is beyond it only by
+        # a rounding error.
         u = tl.where(tl.abs(u) < 449.0, u, float("nan"))
     else:
         u = y * tl.load(quantizer_ptr + 2)
-        beyond = (tl.abs(u) <= 448.0) == 0  # also True for NaN
+        beyond = (tl.abs(u) <= 448.0) == 0  # this is also True for NaN
         if mask is not None:
             beyond = beyond & mask
         count = tl.sum(beyond.to(tl.int32))
         if count > 0:
-            # Only u is needed here, because y would take further registers.
+            # The largest magnitude is computed from u and not from y, because y would take further registers.
             finite = beyond & (tl.abs(u) < float("inf"))
             largest = tl.max(tl.where(finite, tl.abs(u), 0.0))
             tl.atomic_max(quantizer_ptr + 4, largest, sem="relaxed")
@@ -49,17 +58,25 @@ def in_e4m3_range(y, mask, quantizer_ptr, RETRY: tl.constexpr):
 
 @triton.jit
 def _growth(quantizer_ptr):
-    """Returns the smallest power of two with which the scale covers all finite values; at least 1."""
-    # The counts bypass the L1 cache. The first launch may have read the same line before it counted.
+    """Returns the factor from the learned scale to the one that covers all finite values of y.
+
+    The factor is the smallest such power of two, and at least 1.
+    """
+    # This load bypasses the L1 cache, which may have old values: the first launch has perhaps read the same
+    # cache line before it wrote its counts.
     ratio = tl.load(quantizer_ptr + 4, cache_modifier=".cg") / 448.0
     bits = tl.maximum(ratio, 1.0).to(tl.int32, bitcast=True)
-    # Adding this carries into the exponent, unless the number is a power of two.
+    # The number is rounded up to a power of two. Adding 0x7FFFFF carries into the exponent, unless the number
+    # is a power of two already. Then the bits below the exponent are cleared.
     return ((bits + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def wait_before_retry(quantizer_ptr):
-    """Waits for the previous kernel. Then it lets the retry start, which follows if there is a quantizer."""
+    """Waits for the end of the previous kernel. With a quantizer, it then lets the second launch start.
+
+    The second launch is the retry, which writes y again if values were beyond the range of E4M3.
+    """
     gdc_wait()
     if quantizer_ptr is not None:
         gdc_launch_dependents()
@@ -67,7 +84,10 @@ def wait_before_retry(quantizer_ptr):
 
 @triton.jit
 def begin_retry(quantizer_ptr):
-    """Returns True if y must be written again. Stores the scale of y."""
+    """Begins the second launch. Stores the scale of y in the quantizer.
+
+    Returns True if y must be written again, because values were beyond the range of E4M3.
+    """
     if tl.program_id(0) == 0:
         tl.store(quantizer_ptr, tl.load(quantizer_ptr + 1) * _growth(quantizer_ptr))
     return tl.load(quantizer_ptr + 3, cache_modifier=".cg") > 0
@@ -75,8 +95,11 @@ def begin_retry(quantizer_ptr):
 
 @triton.jit
 def end_retry(quantizer_ptr):
-    """Each program that has written y again calls this at its end. The last one resets the counts."""
-    tl.debug_barrier()  # all threads of the program have read the counts
+    """Ends a program of the second launch that has written values of y again.
+
+    The last program adds the counts of this call to the totals of all calls, and sets the counts to 0.
+    """
+    tl.debug_barrier()  # from here on, all threads of the program have read the counts
     if tl.atomic_add(quantizer_ptr + 5, 1.0) == tl.num_programs(0) - 1:
         total = tl.load(quantizer_ptr + 6) + tl.load(quantizer_ptr + 3, cache_modifier=".cg")
         most = tl.maximum(tl.load(quantizer_ptr + 7), tl.load(quantizer_ptr + 4, cache_modifier=".cg"))

@@ -1,7 +1,8 @@
 """Finds out whether an error of a launch means that Triton cannot compile or load a kernel.
 
-If Triton can run no kernel on this machine, all kernels are turned off (``dispatch.turn_off``). If it cannot
-compile this kernel, the op that launched it turns its own kernels off (``dispatch.turn_op_off``).
+If Triton can run no kernel on this machine, all kernels are turned off (``dispatch.turn_off``). If Triton
+fails only for the launched kernel, the op that launched it turns its own kernels off
+(``dispatch.turn_op_off``).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from sdfastgn.kernels.common import dispatch, gpu
 # If the text of a RuntimeError contains one of these words, Triton can run no kernel: it finds no C compiler,
 # ptxas, driver or folder for its cache; or the GPU or its driver refuses the code.
 _OF_MACHINE = ("compiler", "ptxas", "active drivers", "cache dir", "kernel image", "PTX")
-# The word in the text of a RuntimeError if a pass of Triton's compiler fails for one kernel. RuntimeErrors
-# with none of these words are raised as usual, because they may come from an earlier kernel.
+# The word in the text of a RuntimeError if a pass of Triton's compiler fails for one kernel. A RuntimeError
+# with neither this word nor one of ``_OF_MACHINE`` is raised as usual, because an earlier kernel may have
+# caused it.
 _OF_KERNEL = "PassManager"
 # Text of Triton's error if the GPU has no memory for a kernel's code.
 _NO_MEMORY = "Triton Error [CUDA]: out of memory"
@@ -45,7 +47,7 @@ def check_error(error: Exception, kernel: Any, device: torch.device) -> None:
     Returns None if there is no clearer error. Then the caller raises ``error`` itself.
 
     Raises:
-        KernelError: Triton cannot compile or load ``kernel`` here. If it can run no kernel at all, all
+        KernelError: Triton cannot compile or load ``kernel`` here. If Triton can run no kernel at all, all
             kernels are turned off.
         torch.OutOfMemoryError: there is no memory for the kernel's code. A later call may succeed.
     """

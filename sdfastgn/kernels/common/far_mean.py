@@ -1,9 +1,9 @@
 """Finds inputs whose mean is far larger than their deviation. PyTorch's norms lose digits for such inputs.
 
 PyTorch computes x * a + b with a = weight / deviation and b = bias - mean * a. If the mean is large, x * a
-and b are both about as large as |mean| / deviation, but their sum is small. So their rounding errors are
-large compared with the sum. For example, in fp32 the error is 0.5 if all values of a group are 3e4. So for
-such inputs this package's functions in plain PyTorch first subtract the mean.
+and b are both about as large as |mean| / deviation, but their sum is small. So the rounding errors of x * a
+and of b are large compared with the sum. For example, in fp32 the error is 0.5 if all values of a group are
+3e4. For such inputs this package's functions in plain PyTorch first subtract the mean.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ _FAR = 16.0
 
 
 def is_far(u: Tensor, mean: Tensor, rstd: Tensor) -> bool:
-    """True if |mean| / deviation is above ``_FAR`` in any group of ``u``.
+    """True if |mean| / deviation of any group of ``u`` is so large that PyTorch's norms lose digits.
+
+    The limit is ``_FAR``.
 
     Args:
         u: the norm's input, of any shape.
         mean, rstd: mean and 1 / deviation of each group, of equal shape.
 
     Always False for tensors on a GPU, where reading a value would wait for the GPU, and for traced tensors,
-    which have no values. For them the result of PyTorch's norm keeps its rounding error.
+    which have no values. For such tensors the result of PyTorch's norm keeps its rounding error.
     """
     if not (u.is_cpu and dispatch.is_untraced(u, ())):
         return False

@@ -25,20 +25,23 @@ TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if triton is
 # which a kernel waits for the previous kernel.
 HAS_GDC = TRITON_VERSION >= (3, 5)
 
-# True: a kernel may read x before it calls ``gdc_wait``, provided that an earlier kernel of the same call has
-# already waited for x (docs/adr/0007-programmatic-dependent-launch.md). False: every kernel waits before it
-# reads. Only tests set it to False.
+# True: a kernel may read x before it calls ``gdc_wait``, provided that an earlier kernel of the same op has
+# already waited for the kernel that writes x (docs/adr/0007-programmatic-dependent-launch.md). False: every
+# kernel waits before it reads. Only tests set it to False.
 READS_AHEAD = True
-# The compute capability of the device meta. ``sdfastgn plan`` sets it to show the steps for a GPU that the
-# machine lacks.
+# The compute capability that this package assumes for the meta device. The command ``sdfastgn plan`` sets it.
+# So the command can show which kernels would run on a GPU that this machine lacks.
 META_CAPABILITY: ContextVar[tuple[int, int]] = ContextVar("sdfastgn_meta_capability", default=(0, 0))
 # Lowest compute capability for which the kernels are known to compile: Turing.
 _OLDEST = (7, 5)
 
 
 def current_stream(x: Tensor) -> int:
-    """Raw handle of PyTorch's current stream on the device of ``x``; 0 on a CPU (the interpreter)."""
-    index = x.get_device()  # -1 on a CPU; ``x.device.type`` would take more CPU time
+    """Returns the raw handle of PyTorch's current stream on the device of ``x``.
+
+    On a CPU, where kernels run in Triton's interpreter, it is 0.
+    """
+    index = x.get_device()  # -1 means the CPU; to read ``x.device.type`` would take more CPU time
     return 0 if index < 0 else current_raw_stream(index)
 
 
@@ -74,8 +77,11 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of an NVIDIA GPU; (0, 0) for any other device but meta (``META_CAPABILITY``)."""
-    if device.type != "cuda" or torch.version.hip is not None:  # AMD's type is "cuda" too
+    """Returns the compute capability of an NVIDIA GPU.
+
+    For the meta device it is ``META_CAPABILITY``, for all other devices (0, 0).
+    """
+    if device.type != "cuda" or torch.version.hip is not None:  # the type of an AMD GPU is "cuda" too
         return META_CAPABILITY.get() if device.type == "meta" else (0, 0)
     return torch.cuda.get_device_capability(device)
 
@@ -83,7 +89,8 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 def l2_bytes(device: torch.device) -> int:
     """Size of the L2 cache of ``device`` in bytes; 0 if PyTorch does not report it.
 
-    For a CPU it is the size of an H200's cache, for the same reason as in ``num_sms``.
+    For a CPU it is the size of an H200's cache, so that tests in Triton's interpreter use the launch
+    configurations of a GPU.
     """
     if device.type != "cuda":
         return 60 * 2**20

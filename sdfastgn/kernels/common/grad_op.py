@@ -28,15 +28,18 @@ class GradOp(Op):
     not use the saved ones, so that its derivative includes this dependence.
 
     Args:
-        name: as in ``Op``.
-        arguments: the declaration, usually made by ``backward_of``. Its fields are the gradients of the other
-            op's results, x, further arguments, and which gradients are wanted (``Wanted`` or
-            ``WantedDtype``).
+        name: the op's name in ``torch.ops.sdfastgn``.
+        arguments: the declaration of the op's arguments, a NamedTuple class that ``backward_of`` usually
+            makes. Its fields are the gradients of the other op's results, x, further arguments, and which
+            gradients are wanted (``Wanted`` or ``WantedDtype``).
         plan: function ``call -> Plan``. ``call`` is an instance of ``arguments``, whose tensors have layouts
-            that kernels can read (``declaration.without_gaps``). The plan's ``run`` returns ``Gradients``.
-        reference: function ``call -> Gradients`` in plain PyTorch. Each of its steps must be differentiable.
-        empty: function ``(call, names) -> Gradients``. It allocates uninitialized memory for the gradients of
-            the operands ``names``. In ``call``, only x is sure to have a layout that kernels can read.
+            that kernels can read (``declaration.without_gaps``). The plan's method ``run`` launches the
+            kernels and returns {operand's name: gradient}.
+        reference: function ``call -> {operand's name: gradient}`` in plain PyTorch. Autograd must be able to
+            differentiate each of its ops.
+        empty: function ``(call, names) -> {operand's name: gradient}``. It allocates uninitialized memory for
+            the gradients of the operands ``names``. In ``call``, only x is sure to have a layout that kernels
+            can read.
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class GradOp(Op):
             return _in_order(found, names)
 
         self._names, self._reference, self.plans = names, reference, Plans(name, arguments, plan)
-        # Number of arguments before x. These are the gradients of the other op's results.
+        # Number of arguments before x. These arguments are the gradients of the results of the op that is
+        # differentiated.
         self._results = arguments._fields.index("x")
         x = fields_of(arguments)[self._results]
         x_alone = ((x.place, x.note.whole),)
@@ -76,7 +80,7 @@ class GradOp(Op):
         return tuple(call)[-len(self._names) :]
 
     def _compute(self, call: Any) -> Any:
-        """Launches kernels, or runs ``reference`` if they cannot be compiled."""
+        """Launches kernels, or computes in plain PyTorch if the kernels cannot be compiled."""
         try:
             return self.plans.of(call).run(call)
         except dispatch.KernelError as error:
@@ -86,8 +90,9 @@ class GradOp(Op):
     def __call__(self, call: Any) -> Any:
         """Computes the wanted gradients, and returns {operand's name: gradient}.
 
-        A plain call that autograd need not record launches kernels directly. A batch of gradients
-        (``is_grads_batched``) runs ``reference``. All other calls go through the dispatcher.
+        A call on ordinary tensors that nothing traces, transforms or records for autograd launches kernels
+        directly. A call with a batch of gradients (``is_grads_batched``) runs ``reference`` in plain PyTorch.
+        All other calls go through PyTorch's dispatcher.
         """
         wanted = self._wanted(call)
         if not any(wanted):
@@ -101,7 +106,7 @@ class GradOp(Op):
 
 
 def _in_order(found: Gradients, names: tuple[str, ...]) -> list[Tensor]:
-    """The gradients that are not None, in the order of ``names``."""
+    """Returns the gradients that are not None, in the order of ``names``."""
     grads = [found.get(name) for name in names]
     return [grad for grad in grads if grad is not None]
 
@@ -116,9 +121,9 @@ def _save_all(ctx: Any, call: Any, results: Any) -> None:
 def _derivative_of(
     reference: Callable[[Any], Gradients], gradients: tuple[str, ...]
 ) -> Callable[..., dict[str, Tensor | None]]:
-    """Returns the function ``backward`` of a ``GradOp``.
+    """Returns the function ``backward`` of a ``GradOp``, an op that itself computes gradients.
 
-    That function runs ``reference`` under autograd, and differentiates the results.
+    The function ``backward`` runs ``reference`` under autograd, and differentiates the results.
     ``gradients``: names of the operands whose gradients ``reference`` computes.
     """
 

@@ -26,9 +26,9 @@ from sdfastgn.kernels.common import archive, failures, gpu
 from sdfastgn.kernels.common.compile_ahead import rehearsal
 from sdfastgn.kernels.common.observers import observe, observers
 
-# The first parameters of each kind of launcher that this file can call.
+# Names of the first parameters of Triton's launchers, in all versions of Triton that this file can call.
 _LAUNCHED = ("self", "gridX", "gridY", "gridZ", "stream", "function")
-# The launcher's parameters after ``_LAUNCHED``, since Triton 3.7.
+# Names of the next parameters of Triton's launchers, since Triton 3.7.
 _REPORTED = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
 # Maximum number of warps of a program, for 1024 threads. A warp has 32 threads, or 64 on AMD's GPUs.
 _MAX_WARPS = 32 if torch.version.hip is None else 16
@@ -84,8 +84,8 @@ class Launch:
         """Launch the kernel on the current device, which must be the device of the tensors.
 
         Args:
-            stream: ``gpu.current_stream`` of the tensors.
-            tensors: one for each pointer, in the order of the kernel's parameters.
+            stream: raw handle of the current stream of the tensors' device (``gpu.current_stream``).
+            tensors: one tensor or None for each pointer, in the order of the kernel's parameters.
 
         Raises:
             KernelError: the kernel cannot be compiled or loaded, or the GPU is too old.
@@ -111,7 +111,7 @@ class Launch:
                     rehearsed.add(self, tuple(None if t is None else t.dtype for t in tensors))
                 return
             compiled = self._through_triton(tensors)
-            if aligned and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
+            if aligned and hasattr(compiled, "packed_metadata"):  # Triton's interpreter compiles nothing
                 self._direct = _direct_launcher(compiled)
             return
         run, bound = direct
@@ -130,10 +130,11 @@ class Launch:
             raise
 
     def direct(self) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]] | None:
-        """(launcher of the compiled kernel, its arguments before the pointers, those after them).
+        """Returns (launcher of the compiled kernel, arguments before the pointers, arguments after them).
 
-        The stream comes between the grid, which is the first three arguments, and the others. All pointers
-        must be multiples of 16. None before the first launch, and if calls go through ``kernel[grid]``.
+        The first three arguments are the grid. The caller must insert the stream after the grid. All pointers
+        must be multiples of 16. Returns None before the first launch, and if launches go through
+        ``kernel[grid]``.
         """
         direct = self._direct
         if direct is None:
@@ -178,9 +179,9 @@ def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]] | None:
         parameters = tuple(inspect.signature(type(run).__call__).parameters)
     except AttributeError:
         return None
-    if parameters == (*_LAUNCHED, *_REPORTED, "args"):  # since Triton 3.7
+    if parameters == (*_LAUNCHED, *_REPORTED, "args"):  # this launcher is from Triton 3.7 or later
         return run, bound
-    if parameters != (*_LAUNCHED, "args"):  # up to Triton 3.6
+    if parameters != (*_LAUNCHED, "args"):  # it is not from Triton 3.6 or earlier either
         return None
     sizes = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
     if any(sizes) or not hasattr(run, "launch_pdl"):  # the kernel needs scratch memory, or the GPU is AMD's

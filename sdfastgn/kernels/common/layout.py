@@ -5,7 +5,7 @@ its memory order is (N, C, *spatial) without gaps. It is *dense* if it is channe
 example, the (N, C, L) view of (N, L, C) tokens is channels-last.
 
 A tensor with one channel or one spatial position is both channels-last and channels-first. The kernels for
-both layouts give the right result for it, and the output has exactly the strides of the input.
+both layouts give the right result for such a tensor, and the output has exactly the strides of the input.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def is_dense(x: Tensor) -> bool:
 
 
 def _keeps_channels_innermost(x: Tensor) -> bool:
-    """Tells the layout of ``dense(x)`` for an ``x`` that is not dense: True for channels-last."""
+    """For an ``x`` that ``dense`` copies: True if the copy is channels-last, False if channels-first."""
     return x.dim() > 2 and x.stride(1) == 1
 
 
 def dense_is_channels_last(x: Tensor) -> bool:
-    """Returns ``is_channels_last(dense(x))``, without a copy."""
+    """True if ``dense(x)``, which is x or a copy of x without gaps, is channels-last. Makes no copy."""
     if is_dense(x):
         return is_channels_last(x)
     # A dense copy with one channel or one position is always channels-last (and channels-first).
@@ -56,9 +56,9 @@ def dense_is_channels_last(x: Tensor) -> bool:
 
 
 def dense(x: Tensor) -> Tensor:
-    """Returns ``x`` if it is dense, else a dense copy.
+    """Returns ``x`` (N, C, *spatial) if it is channels-last or channels-first without gaps, else a copy.
 
-    The copy is channels-last if the stride of C is 1, else channels-first.
+    The copy is channels-last if the stride of C in ``x`` is 1, else channels-first.
     """
     if is_dense(x):
         return x
@@ -74,7 +74,10 @@ def laid_out(y: Tensor, channels_last: bool) -> Tensor:
 
 
 def empty_dense_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uninitialized tensor of ``dtype`` with the shape of ``x`` and the strides of ``dense(x)``."""
+    """Allocates an uninitialized tensor of ``dtype`` with the shape of ``x`` and the strides of ``dense(x)``.
+
+    ``dense(x)`` is x, or a copy of x without gaps in memory.
+    """
     if is_dense(x):
         return torch.empty_like(x, dtype=dtype)
     return empty_laid_out(x, x.shape, _keeps_channels_innermost(x), dtype)
@@ -83,10 +86,10 @@ def empty_dense_like(x: Tensor, dtype: torch.dtype) -> Tensor:
 def empty_laid_out(
     like: Tensor, shape: Sequence[int], channels_last: bool, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Uninitialized tensor of ``shape`` (N, C, *spatial): channels-last or channels-first.
+    """Allocates an uninitialized tensor of ``shape`` (N, C, *spatial), channels-last or channels-first.
 
-    It has the device of ``like``, and the dtype of ``like`` unless ``dtype`` is given. It is not a view,
-    because autograd forbids in-place changes of a view that a registered op has returned.
+    The tensor has the device of ``like``, and the dtype of ``like`` unless ``dtype`` is given. It is not a
+    view, because autograd forbids in-place changes of a view that a registered op has returned.
     """
     order = (0, *range(2, len(shape)), 1) if channels_last else range(len(shape))
     return torch.empty_permuted(shape, tuple(order), dtype=dtype or like.dtype, device=like.device)
@@ -95,7 +98,8 @@ def empty_laid_out(
 def like_dense(y: Tensor, x: Tensor) -> Tensor:
     """Returns ``y``, which has the shape of ``x``, with the strides of ``dense(x)``.
 
-    Copies ``y`` only if its memory order is not the one of ``dense(x)``. Differentiable.
+    ``dense(x)`` is x, or a copy of x without gaps in memory. This function copies ``y`` only if the memory
+    order of ``y`` is not the one of ``dense(x)``. Differentiable.
     """
     if y.stride() == x.stride() and y.is_contiguous():
         return y
@@ -107,7 +111,7 @@ def like_dense(y: Tensor, x: Tensor) -> Tensor:
 
 
 def writable(x: Tensor) -> Tensor:
-    """x, or a copy if several elements of x share memory, as after ``expand``."""
+    """Returns x, or a copy if several elements of x share memory, as after ``expand``."""
     repeats = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.contiguous() if repeats else x
 

@@ -1,4 +1,7 @@
-"""A kernel that does nothing. Its compilation makes Triton do what it does only once in a process."""
+"""A kernel that does nothing, for the work that Triton does once in a process, at its first compilation.
+
+For example, Triton then hashes its own library.
+"""
 
 from __future__ import annotations
 
@@ -7,4 +10,4 @@ import triton
 
 @triton.jit
 def nothing(x_ptr):
-    """``x_ptr``: any pointer."""
+    """Does nothing. ``x_ptr``: any pointer."""

@@ -1,7 +1,9 @@
-"""Lets a plan write down the kernels that a thread launches.
+"""Lets other code record the Triton kernels that a thread launches.
 
-Calls skip PyTorch's dispatcher where they can, and launches always do. So a ``TorchDispatchMode`` does not
-see them. A thread that records a plan registers an observer here, which runs each of its launches.
+``sdfastgn/plans`` traces a model's forward to a graph. It records one run of the graph as a list of PyTorch's
+ops and kernel launches. A ``TorchDispatchMode`` sees the ops. But it does not see launches, because launches
+skip PyTorch's dispatcher. So the recording thread registers an *observer* here: a function that is called in
+place of each launch.
 """
 
 from __future__ import annotations
@@ -15,19 +17,20 @@ from torch import Tensor
 
 from sdfastgn.kernels.common.private import dispatch_modes
 
-# Called in place of a launch, with the ``Launch``, its stream and its tensors. It must run the launch.
+# A function that is called in place of a launch, with the ``Launch``, its stream and its tensors. The
+# function must run the launch.
 Observer = Callable[[Any, int, "tuple[Tensor | None, ...]"], None]
 
-# Id of a thread -> its observer. Empty unless a plan is being recorded.
+# Maps the id of a thread to the observer of the thread's launches. Empty unless launches are being recorded.
 observers: dict[int, Observer] = {}
 
 
 @contextlib.contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """A context in which ``observer`` runs the launches of this thread.
+    """A context in which ``observer`` is called in place of each launch of this thread, and runs the launch.
 
-    The observer may have a ``TorchDispatchMode`` of its own. If no other mode is active, kernels launch
-    directly, as they do without a mode.
+    The code that uses this context may also activate one ``TorchDispatchMode``, to record PyTorch's ops. If
+    no further mode is active, calls still launch kernels directly, and skip PyTorch's dispatcher.
     """
     thread = threading.get_ident()
     observers[thread] = observer
@@ -38,14 +41,18 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 
 def is_observed() -> bool:
-    """True if this thread has an observer, and no ``TorchDispatchMode`` is active but the observer's own."""
+    """True if this thread's launches are recorded, and no ``TorchDispatchMode`` but the recorder's is active.
+
+    The recorder is the code that has called ``observed_by``.
+    """
     return threading.get_ident() in observers and dispatch_modes() == 1
 
 
 def observe(launch: Any, stream: int, tensors: tuple[Tensor | None, ...]) -> bool:
-    """Lets the observer of this thread run a launch. False if it has none."""
+    """Lets the observer of this thread run a launch. Returns False if this thread has no observer."""
     thread = threading.get_ident()
-    observer = observers.pop(thread, None)  # the launch itself must not come here again
+    # The observer is removed for the moment, because it runs the launch, which calls this function again.
+    observer = observers.pop(thread, None)
     if observer is None:
         return False
     try:

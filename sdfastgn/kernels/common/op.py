@@ -41,7 +41,8 @@ class Op:
 
     Args:
         name: the op's name in ``torch.ops.sdfastgn``.
-        arguments: the declaration of the op's arguments (``common/declaration.py``).
+        arguments: the declaration of the op's arguments: a NamedTuple class with one annotated field for each
+            argument (``common/declaration.py``).
         results: the part of the op's schema that describes the results, such as ``"(Tensor, Tensor)"``.
         run: function ``call -> results``. ``call`` is an instance of ``arguments``.
         fake: function ``call -> results`` for tensors without data. It computes only shapes, strides and
@@ -88,7 +89,7 @@ class Op:
 
         Returns all results, including those that only the backward uses (``hidden``).
         """
-        # torch.compile of PyTorch 2.8 cannot slice a NamedTuple.
+        # ``call`` becomes a tuple first, because torch.compile of PyTorch 2.8 cannot slice a NamedTuple.
         return self._registered(*tuple(call)[: self._count])
 
     def _save_registered(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -97,7 +98,10 @@ class Op:
         self.save(ctx, self.arguments(*inputs), output)
 
     def returned(self, results: Any) -> Any:
-        """Returns ``results`` without the hidden results, as a tuple, or as a tensor if only one is left."""
+        """Returns ``results`` without those at the end that only the backward uses.
+
+        Returns a tuple, or a tensor if only one result is left.
+        """
         if not self._hidden:
             return results
         shown = results[: -self._hidden]
@@ -117,20 +121,26 @@ class Op:
 
 
 class PlannedOp(Op):
-    """An op whose kernels are launched by plans (``common/plan_cache.py``).
+    """An op that decides once for all calls with equal shapes, strides and dtypes how to launch its kernels.
+
+    The decision is an object, the *plan* of these calls (``common/plan_cache.py``).
 
     Args:
-        name, arguments, fake: as in ``Op``.
+        name, arguments, fake: the op's name, the declaration of its arguments, and a function
+            ``call -> results`` for tensors without data, as in ``Op``.
         results: names of the results that the caller gets.
         saved: names of further results, which only the backward uses.
         plan: function ``call -> SavingPlan``. ``call`` is an instance of ``arguments``. Its tensors have
             layouts that kernels can read (``declaration.without_gaps``).
         reference: function ``call -> (*results, *saved)`` in plain PyTorch.
-        backward: a ``GradOp`` with the arguments ``backward_of(arguments, saved, ...)``. Or a function as in
-            ``Op``; then ``save`` is needed too.
-        save: as in ``Op``. None if ``backward`` is a ``GradOp``.
-        check: function ``(public name, call)`` that raises an error for what the declaration cannot
-            check. It is called after the check of the first operand.
+        backward: a ``GradOp``, which computes the gradients. Its declaration must be the result of
+            ``backward_of(arguments, saved, ...)``. Or a function
+            ``(ctx, needs, *gradients of the results) -> {argument's name: gradient}`` as in ``Op``; then
+            ``save`` is needed too.
+        save: function ``(ctx, call, results)`` that stores in ``ctx`` what ``backward`` needs. None if
+            ``backward`` is a ``GradOp``.
+        check: function ``(public name, call)`` that raises an error for wrong arguments which the annotations
+            in the declaration do not exclude. It is called after the check of the first operand.
         plain: function ``call -> what the caller gets`` in PyTorch's own differentiable ops. It runs if no
             kernel can run on the first operand, in exports to ONNX, in torch.func transforms and in
             forward-mode AD. If it is None, ``reference`` runs instead, and the results in ``saved`` are
@@ -182,8 +192,8 @@ class PlannedOp(Op):
     def __call__(self, call: Any, name: str | None = None, *, is_plain: bool = False) -> Any:
         """Run ``call`` in the fastest way that is valid for it, and return what the caller gets.
 
-        ``is_plain``: True if the caller has checked that ``dispatch.is_plain`` is True. Then the check is not
-        repeated.
+        ``is_plain``: True if the caller has checked that the call can skip PyTorch's dispatcher
+        (``dispatch.is_plain``). Then this is not checked again.
 
         If an argument is wrong, the checks of the declaration or ``check`` raise an error. The error begins
         with ``name``, the name of the public function.
@@ -194,7 +204,8 @@ class PlannedOp(Op):
             tensors = plans.tensors(call)
             trains = torch.is_grad_enabled() and dispatch.wants_gradient(x, tensors)
             try:
-                # Calls with invalid arguments never get a plan. So a call that has a plan needs no check.
+                # A plan says how to launch the kernels. It is made and cached only for valid arguments. So if
+                # a plan is found, the arguments are valid, and need no check.
                 plan = plans.made.get(plans.key(call, tensors, trains))
                 if plan is None:
                     self.check(name or self.name, call)
@@ -216,11 +227,11 @@ class PlannedOp(Op):
 
 
 def _save_for(arguments: Any, saved: int) -> Callable[[Any, Any, Any], None]:
-    """Returns the function ``save`` of an op. The function from ``_backward_by`` reads what ``save`` stores.
+    """Returns the function ``save`` of an op, which stores in ``ctx`` what the op's backward needs.
 
-    ``save`` stores in ``ctx`` the first operand, the last ``saved`` results, the other operands that may have
-    a gradient, and the arguments that are neither tensors nor dtypes, in this order. The declaration that
-    ``backward_of`` makes has the same order.
+    It stores the first operand, the last ``saved`` results, the other operands that may have a gradient, and
+    the arguments that are neither tensors nor dtypes, in this order. The declaration of the backward, made by
+    ``backward_of``, has its fields in the same order.
     """
     first, *operands = (arguments._fields.index(name) for name in differentiable(arguments))
     picked = picker(operands)
@@ -236,9 +247,10 @@ def _save_for(arguments: Any, saved: int) -> Callable[[Any, Any, Any], None]:
 
 
 def _backward_by(grad_op: Any, arguments: Any) -> Callable[..., dict[str, Tensor | None]]:
-    """Returns the function ``backward`` of an op.
+    """Returns the function ``backward`` of an op, which calls ``grad_op``.
 
-    It calls ``grad_op`` with dy and the values that the function from ``_save_for`` has stored in ``ctx``.
+    ``grad_op`` gets dy, the gradient of the op's result, and the values that the forward has stored in
+    ``ctx`` by the function from ``_save_for``.
     """
     names = differentiable(arguments)
     by_dtype = fields_of(grad_op.arguments)[-1].kind == "ScalarType?"
@@ -257,7 +269,7 @@ def _backward_by(grad_op: Any, arguments: Any) -> Callable[..., dict[str, Tensor
 
 
 def _training_function(op: PlannedOp, names: tuple[str, ...]) -> Any:
-    """Makes the ``autograd.Function`` that runs plain calls of ``op`` that want gradients.
+    """Makes the ``autograd.Function`` for calls of ``op`` that want gradients and skip PyTorch's dispatcher.
 
     ``names``: the op's arguments that are tensors.
     """
@@ -267,7 +279,7 @@ def _training_function(op: PlannedOp, names: tuple[str, ...]) -> Any:
         def forward(ctx: Any, *inputs: Any) -> Any:
             """Launches the kernels. ``inputs``: the call's tensors one by one, then the call, then its plan.
 
-            Autograd only sees tensors that are passed one by one.
+            The tensors are also passed one by one, because autograd does not look for tensors inside a call.
             """
             call, plan = inputs[-2:]
             results = plan.run_and_save(call)

@@ -1,4 +1,4 @@
-"""Caches launch plans. A plan says which kernels an op launches, with which grids and constants.
+"""Caches launch plans. A *plan* says which kernels an op launches, with which grids and constants.
 
 A plan is made once for each *kind* of call and then kept. Two calls are of the same kind if the shapes,
 strides, dtypes and devices of their tensors are equal, and all other arguments are equal and of equal types.
@@ -26,7 +26,7 @@ Value = TypeVar("Value")
 
 
 class PlanCache(dict[tuple[Any, ...], Value]):
-    """A dictionary with at most ``_MAX_PLANS`` entries. If full, it is emptied before an entry is added."""
+    """A dictionary with at most ``_MAX_PLANS`` entries. A full one is emptied before an entry is added."""
 
     def __setitem__(self, key: tuple[Any, ...], plan: Value) -> None:
         if len(self) >= _MAX_PLANS:
@@ -35,7 +35,7 @@ class PlanCache(dict[tuple[Any, ...], Value]):
 
 
 def plan_key(arguments: Iterable[Any], *more: Any) -> tuple[Any, ...]:
-    """The key of a call in a ``PlanCache``: calls of the same kind have equal keys.
+    """Returns the key of a call in a ``PlanCache``. Calls that can use the same launches have equal keys.
 
     For each tensor, the key has its shape, strides, dtype and device. Other arguments, and ``more``, are in
     the key as they are.
@@ -49,8 +49,8 @@ def plan_key(arguments: Iterable[Any], *more: Any) -> tuple[Any, ...]:
 class Plan(Protocol):
     """The launches for calls with equal shapes, strides, dtypes, devices and other arguments.
 
-    A call that is passed to ``run`` must have valid arguments. Its tensors must not be empty, and must have
-    layouts that kernels can read.
+    ``run`` only takes calls with valid arguments. Their tensors must not be empty, and must have layouts that
+    kernels can read.
     """
 
     def run(self, call: Any) -> Any:
@@ -58,23 +58,25 @@ class Plan(Protocol):
 
 
 class SavingPlan(Plan, Protocol):
-    """The plan of an op that has a backward."""
+    """The launches of an op with a backward, which may need results that the caller does not get."""
 
     def run_and_save(self, call: Any) -> Any:
         """Launch the kernels, and return all results of the op, including those for the backward."""
 
 
 def named(place: str) -> Callable[[Any], Any]:
-    """Function ``call -> Plan`` of the class at ``place``, such as "sdfastgn.kernels.geglu.plans:GegluPlan".
+    """Returns a function ``call -> Plan`` that makes an instance of the class at ``place``.
 
-    Its module needs Triton, and imports the op's declaration. So it is imported when a plan is made.
+    ``place``: module and class, such as "sdfastgn.kernels.geglu.plans:GegluPlan". The module is imported only
+    when the returned function is called. The reasons are that the module needs Triton, and that it imports
+    the op's module, which calls ``named``.
     """
     module, _, name = place.partition(":")
     return lambda call: getattr(importlib.import_module(module), name)(call)
 
 
 class Plans:
-    """The plans of one op.
+    """The plans of one op: the launches of its kernels, in a cache.
 
     Args:
         op: the op's name, for warnings and reports.
@@ -85,16 +87,18 @@ class Plans:
     def __init__(self, op: str, arguments: Any, make: Callable[[Any], Any]) -> None:
         self._op, self._make = op, make
         self.made: PlanCache[Any] = PlanCache()
-        # Fields with a default are not in the schema. They hold tensors or None, so they count as tensors.
+        # Fields of the declaration that have a default are not in the op's schema. They hold tensors or None,
+        # so they count as tensors.
         values = [f.place for f in arguments_of(arguments) if not f.is_tensor]
         numbers = [f.place for f in arguments_of(arguments) if f.kind in NUMBERS]
         places = [f.place for f in fields_of(arguments) if f.place not in values]
         self.tensors, self._values, self._numbers = picker(places), picker(values), picker(numbers)
 
     def key(self, call: Any, tensors: tuple[Tensor | None, ...], saves: bool = True) -> tuple[Any, ...]:
-        """The key of ``call``. ``tensors`` is ``self.tensors(call)``.
+        """Returns the key of ``call`` in the cache.
 
-        ``saves``: True if the plan's ``run_and_save`` will be called instead of its ``run``.
+        ``tensors``: the tensors of ``call``, from ``self.tensors(call)``. ``saves``: True if the plan must
+        also return the results that only the backward needs (``run_and_save``).
         """
         # ``is_contiguous`` takes less CPU time than ``stride``, and ``get_device`` less than ``device``.
         # The strides of a contiguous tensor follow from its shape, except for axes with one element. Their
@@ -105,16 +109,18 @@ class Plans:
                 for t in tensors
             ],
             *self._values(call),
-            # 1 == 1.0 == True: without their types, an invalid number would find the plan of a valid one, and
-            # plans are not checked again.
+            # The key has the types of the numbers, because 1 == 1.0 == True. Without the types, a call with
+            # an invalid number would find the plan of a call with a valid number. The arguments of a call
+            # that finds a plan are not checked.
             *map(type, self._numbers(call)),
             saves,
         )
 
     def of(self, call: Any, saves: bool = True) -> Any:
-        """The plan for ``call``: from the cache, or newly made. The arguments must be valid and not empty.
+        """Returns the plan for ``call``, from the cache or newly made.
 
-        Raises ``KernelError`` if the op is turned off on the GPU of the call.
+        The arguments must be valid and not empty. Raises ``KernelError`` if there is no plan yet, and the
+        op's kernels are turned off on the GPU of the call.
         """
         key = self.key(call, self.tensors(call), saves)
         plan = self.made.get(key)
@@ -133,19 +139,20 @@ class Plans:
         check: Callable[[str, Any], object],
         has_kernel: Callable[[Any], bool],
     ) -> Any:
-        """What the kernels compute for ``call``, for an op without a backward.
+        """Runs ``call`` by the kernels of an op without a backward, and returns the results.
 
-        None if plain PyTorch must compute it. Then the arguments are valid.
+        Returns None if plain PyTorch must compute the results. Then the arguments have been checked.
 
         Args:
             name: the full name of the op, for errors.
             check: function ``(name, call)`` that raises an error for invalid arguments.
-            has_kernel: function ``call -> bool`` for valid arguments: False if no kernel takes them.
+            has_kernel: function ``call -> bool``. It gets valid arguments, and returns False if no kernel
+                takes them.
         """
         if dispatch.is_plain_inference(call[0], call):
             try:
-                # Plans are made and cached only for valid arguments. So if a plan is found, the arguments are
-                # valid, and need no check.
+                # A plan says how to launch the kernels. It is made and cached only for valid arguments. So if
+                # a plan is found, the arguments are valid, and need no check.
                 plan = self.made.get(self.key(call, self.tensors(call)))
                 if plan is None:
                     check(name, call)
@@ -155,8 +162,8 @@ class Plans:
                     return plan.run(call)
             except dispatch.KernelError as error:
                 self.turn_off(call, error)
-            # ``key`` raises an error that does not help the user if an argument is a number instead of a
-            # tensor, or a tensor without strides or memory. ``check`` names the argument.
+            # If an argument is a number instead of a tensor, or a tensor without strides or memory, ``key``
+            # raises an error that does not help the user. ``check`` then raises one that names the argument.
             except (AttributeError, RuntimeError, TypeError):
                 check(name, call)
                 raise
@@ -164,18 +171,19 @@ class Plans:
         return None
 
     def turn_off(self, call: Any, error: dispatch.KernelError) -> None:
-        """Turn the op off on the GPU of ``call``, whose plan has raised ``error``."""
+        """Turn the op's kernels off on the GPU of ``call``, whose plan has raised ``error``."""
         dispatch.turn_op_off(self._op, self._first(call), error)
-        self.made.clear()  # so that no call finds a plan without ``of``
+        # Calls that find no plan in the cache call ``of``, which raises KernelError from now on.
+        self.made.clear()
 
     def _first(self, call: Any) -> Tensor:
         return next(t for t in self.tensors(call) if t is not None)
 
 
 class _CopyingPlan:
-    """A plan for calls with operands whose layout kernels cannot read.
+    """A plan for calls with operands whose memory layout kernels cannot read.
 
-    It copies these operands, and runs the plan for the layout of the copies.
+    It copies these operands, and runs the plan for calls with the layout of the copies.
     """
 
     __slots__ = ("_gaps", "_plan")
@@ -191,7 +199,7 @@ class _CopyingPlan:
 
 
 def picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """Returns a function that takes a call and returns its arguments with the indices ``places``."""
+    """Returns a function that takes the arguments of a call and returns those with the indices ``places``."""
     if not places:
         return lambda call: ()
     return itemgetter(*places) if len(places) > 1 else lambda call: (call[places[0]],)

@@ -3,8 +3,9 @@
 A private name is used if PyTorch has no public function for the same purpose, or if the public function takes
 microseconds and the private one nanoseconds. If a version of PyTorch lacks the private name, most
 replacements give the same results, but less speed. For example, calls then go through PyTorch's dispatcher.
-Some give less: without ``_scaled_mm`` there is no FP8, and graphs do not notice changes of some switches
-(``_SWITCHES``).
+Some replacements do less. Without ``_scaled_mm`` there is no FP8. Without some functions that read switches
+of PyTorch, such as whether flash attention is on, a change of the switch is not noticed (``_SWITCHES``). Then
+a CUDA graph that was captured before the change is still replayed.
 
 Private names of Triton are in ``launch.py``, ``compile_ahead.py``, ``failures.py`` and ``archive.py``.
 Private attributes that every ``nn.Module`` has, such as ``_parameters``, are used where they are needed.
@@ -36,8 +37,8 @@ _C: Any = torch._C
 class _OldStyle(torch.autograd.Function):
     """An ``autograd.Function`` whose ``apply`` raises RuntimeError inside torch.func transforms.
 
-    Transforms refuse it because it has no ``setup_context``. ``_is_refused`` uses it to find out whether a
-    transform is active.
+    Transforms refuse this class because it has no ``setup_context``. ``_is_refused`` uses the class to find
+    out whether a transform is active.
     """
 
     @staticmethod
@@ -57,7 +58,7 @@ class _ForwardAD:
     """Replaces the module ``torch.autograd.forward_ad`` if the module has no ``_current_level``.
 
     The property ``_current_level`` tries to make a dual tensor, which succeeds only inside forward-mode AD.
-    It returns 0 on success, else -1.
+    The property is 0 if this succeeds, else -1.
     """
 
     @property
@@ -84,11 +85,12 @@ dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lam
 _in_any_function_mode: Callable[[], bool] = getattr(
     _C, "_is_torch_function_mode_enabled", lambda: torch.overrides.has_torch_function((None,))
 )
-# Returns all active ``TorchFunctionMode``s. If PyTorch lacks the private function, there is one unknown mode.
+# Returns all active ``TorchFunctionMode``s. If PyTorch lacks the private function, the result is [None]. None
+# stands for one unknown mode.
 _function_modes: Callable[[], list[Any]] = getattr(
     torch.overrides, "_get_current_function_mode_stack", lambda: [None]
 )
-# Class of the mode of ``torch.set_default_device`` and ``with torch.device(...)``.
+# Class of the ``TorchFunctionMode`` of ``torch.set_default_device`` and ``with torch.device(...)``.
 _DefaultDevice: Any = getattr(_device_modes, "DeviceContext", None)
 # Returns True inside ``torch.jit.trace``.
 is_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", torch.jit.is_tracing)
@@ -100,7 +102,8 @@ in_transform: Callable[[], Any] = getattr(
 is_batched: Callable[[Tensor], bool] = getattr(
     getattr(_C, "_functorch", None), "is_legacy_batchedtensor", _has_no_memory
 )
-# Only the attribute ``_current_level`` is used. It is negative outside of forward-mode AD.
+# The module ``torch.autograd.forward_ad``, of which only the attribute ``_current_level`` is used. This
+# attribute is negative outside of forward-mode AD.
 forward_ad: Any = _autograd_forward_ad if hasattr(_autograd_forward_ad, "_current_level") else _ForwardAD()
 # Returns True if autocast is on for any device. If PyTorch lacks the private function, the result is always
 # True, because autocast may be on.
@@ -119,12 +122,18 @@ def in_function_mode() -> bool:
 
 
 def default_device() -> torch.device | None:
-    """PyTorch's default device in a ``TorchFunctionMode``; ``set_default_device`` sets one. Else None."""
+    """Returns PyTorch's default device if a ``TorchFunctionMode`` is active, else None.
+
+    ``torch.set_default_device`` activates such a mode.
+    """
     return torch.get_default_device() if _in_any_function_mode() else None
 
 
 def has_saved_tensors_hooks() -> bool:
-    """True inside ``torch.autograd.graph.saved_tensors_hooks``, and if this PyTorch cannot tell."""
+    """True inside ``torch.autograd.graph.saved_tensors_hooks``.
+
+    Also True if this version of PyTorch cannot tell.
+    """
     return bool(_saved_tensors_hooks(True))
 
 
@@ -150,23 +159,23 @@ class _Doubled(nn.Module):
 
 def _gives_one_twice() -> bool:
     """True if ``parametrize.cached()`` is active: two reads of a parametrized weight give the same tensor."""
-    probe = nn.LayerNorm(1)  # its initialization uses no random numbers
+    probe = nn.LayerNorm(1)  # a LayerNorm's initialization leaves the random number generator as it is
     parametrize.register_parametrization(probe, "weight", _Doubled())
     return probe.weight is probe.weight
 
 
 # Returns True inside ``torch.nn.utils.parametrize.cached()``.
 caches_parametrizations: Callable[[], bool] = (
-    (lambda: bool(parametrize._cache_enabled))  # read at each call: ``cached()`` rebinds this variable
+    (lambda: bool(parametrize._cache_enabled))  # each call reads the variable: ``cached()`` rebinds it
     if hasattr(parametrize, "_cache_enabled")
     else _gives_one_twice
 )
 
-# ---- functions of ``torch.nn.functional``, by names that no user's change of that module reaches
+# ---- functions of ``torch.nn.functional``, which stay the same if a user replaces them in that module
 
 _nn: Any = getattr(_C, "_nn", None)
-# The functions that ``torch.nn.functional`` has at import. Called by the names of their ops, they take a
-# microsecond longer.
+# These are PyTorch's own functions, which ``torch.nn.functional`` has until a user replaces them. If PyTorch
+# lacks the private name, the op in ``torch.ops.aten`` is called, which takes a microsecond longer.
 linear: Callable[..., Tensor] = getattr(_nn, "linear", torch.ops.aten.linear.default)
 scaled_dot_product_attention: Callable[..., Tensor] = getattr(
     _nn, "scaled_dot_product_attention", torch.ops.aten.scaled_dot_product_attention.default
@@ -174,18 +183,19 @@ scaled_dot_product_attention: Callable[..., Tensor] = getattr(
 
 # ---- the GPU
 
-# Index of a device -> handle of its current stream. A CPU build of PyTorch lacks the private name.
+# Returns the raw handle of the current stream of the GPU with this index. A CPU build of PyTorch lacks the
+# private function.
 current_raw_stream: Callable[[int], int] = getattr(
     _C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
-# Returns the index of the current device. A CPU build of PyTorch lacks the private name.
+# Returns the index of the current GPU. A CPU build of PyTorch lacks the private function.
 current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
 # Occupies the GPU's current stream for a number of clock cycles. Does nothing if PyTorch lacks ``_sleep``.
 sleep: Callable[[int], object] = getattr(torch.cuda, "_sleep", lambda cycles: None)
 
 
 def end_pool(device: int, pool: Any) -> bool:
-    """Stop ``device`` from allocating in ``pool`` after a capture of a graph failed.
+    """Stop ``device`` from allocating in the memory pool ``pool`` after the capture of a CUDA graph failed.
 
     Returns False if ``device`` had already stopped, or if this version of PyTorch cannot stop it.
     """
@@ -199,15 +209,15 @@ def end_pool(device: int, pool: Any) -> bool:
 
 # ---- tensors and their memory
 
-# Reference count of a storage that only one tensor uses. One reference is the tensor's. The other is the
-# object from ``untyped_storage()``, which is needed to read the count.
+# Reference count of a storage that only one tensor uses. The tensor holds one reference. The object from
+# ``untyped_storage()``, which is needed to read the count, holds the other one.
 _UNSHARED = 2
 
 _use_count: Callable[[Any], int] | None = getattr(_C, "_storage_Use_Count", None)
 _new_with_weak_ptr: Callable[[int], Any] | None = getattr(torch.UntypedStorage, "_new_with_weak_ptr", None)
-# ``is_expired(expiring(reference))`` is True once the memory that a StorageWeakRef refers to is freed.
-# There are two functions, so that the one that is called often, ``is_expired``, is fast.
-# ``expiring`` is called once for each reference.
+# ``is_expired(expiring(reference))`` is True once the memory that a StorageWeakRef refers to is freed. There
+# are two functions, because ``is_expired`` is called often and must be fast. ``expiring`` is called only once
+# for each reference.
 is_expired: Callable[[Any], bool]
 expiring: Callable[[StorageWeakRef], Any]
 if hasattr(torch.UntypedStorage, "_expired"):
@@ -223,8 +233,8 @@ version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 def is_alone(tensor: Tensor) -> bool:
     """True if no other tensor shares the memory of ``tensor``.
 
-    Then the memory may be rearranged or exchanged, and no other tensor changes its values. False if this
-    version of PyTorch cannot tell.
+    Then code may rearrange or exchange the memory without changing the values of another tensor. False if
+    this version of PyTorch cannot tell.
     """
     if _use_count is None or _new_with_weak_ptr is None:
         return False
@@ -238,7 +248,10 @@ def refers_to(reference: StorageWeakRef, tensor: Tensor) -> bool:
 
 
 def revived(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The storage that ``reference`` refers to. None if it is freed, or if this PyTorch cannot find it."""
+    """Returns the storage that ``reference`` refers to.
+
+    Returns None if the storage is freed, or if this version of PyTorch cannot find it.
+    """
     return None if _new_with_weak_ptr is None else _new_with_weak_ptr(reference.cdata)
 
 
@@ -257,7 +270,7 @@ def _dense_memory_format(u: Tensor) -> torch.memory_format:
 
 
 # Returns the memory format that the strides of a 4-d or 5-d tensor have. If PyTorch lacks the private
-# function, it finds channels-last only in tensors without gaps.
+# function, the replacement finds channels-last only in tensors without gaps in memory.
 suggest_memory_format: Callable[[Tensor], torch.memory_format] = getattr(
     getattr(torch, "_prims_common", None), "suggest_memory_format", _dense_memory_format
 )
@@ -272,19 +285,22 @@ def _moved_view(t: Tensor, size: Any, stride: Any, more: int) -> Tensor:
 
 
 _guards: Any = getattr(getattr(_C, "_dynamo", None), "guards", None)
-# Type of a device -> ``f(size, stride, dtype)``, which allocates a tensor on the current device of this type.
-# The private functions take 1 us less, because they go through neither an argument parser nor the dispatcher.
+# For each type of device, a function ``f(size, stride, dtype)`` that allocates a tensor on the current device
+# of this type. The private functions take 1 us less, because they go through neither an argument parser nor
+# the dispatcher.
 allocators: dict[str, Callable[..., Tensor]] = {
     kind: getattr(_guards, f"_empty_strided_{kind}", _empty_on(kind)) for kind in ("cpu", "cuda")
 }
-# ``view_at(t, size, stride, more)`` is a view of the memory of t that begins ``more`` elements after t. The
-# private function takes 0.6 us less, and does not check whether the view stays inside of the memory.
+# ``view_at(t, size, stride, more)`` returns a view of the memory of t that begins ``more`` elements after the
+# start of t. The private function takes 0.6 us less than ``as_strided``, and does not check whether the view
+# stays inside of the memory.
 view_at: Callable[..., Tensor] = getattr(_guards, "_reinterpret_tensor", _moved_view)
 
 # ---- ops of PyTorch
 
-# Objects with PyTorch's functions and methods as attributes. The private ones have them without the Python
-# code that ``torch`` and ``Tensor`` put around some of them, and nobody replaces those.
+# Objects whose attributes are PyTorch's functions and methods. ``torch`` and ``Tensor`` wrap some functions
+# in Python code, and users replace functions there. The private objects have the functions without such code,
+# and nobody replaces functions there.
 _namespaces: tuple[Any, ...] = (
     getattr(_C, "_VariableFunctions", torch),
     getattr(_C, "_nn", nn.functional),
@@ -295,12 +311,12 @@ _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType)
 
 
 def binding_of(op: Any) -> Callable[..., Any] | None:
-    """The function or method of PyTorch with the name of ``op``, or None if none has it.
+    """Returns the function or method of PyTorch that has the name of ``op``, or None if there is none.
 
     ``op``: an ``OpOverload``, such as ``torch.ops.aten.add.Tensor``.
 
-    A call of it takes 0.3 to 4 us less than a call of ``op``. It raises TypeError before it does anything if
-    it does not take the arguments of ``op``.
+    A call of the function takes 0.3 to 4 us less than a call of ``op``. If the function does not accept the
+    arguments of ``op``, it raises TypeError before it computes anything.
     """
     space, name = op.name().split("::")
     if space != "aten" or name.endswith("out"):
@@ -316,8 +332,9 @@ _cuda: Any = torch.backends.cuda
 _cudnn: Any = torch.backends.cudnn
 # (backend, operation) of each of PyTorch's switches for the precision of fp32 arithmetic, such as TF32.
 _PRECISIONS = (("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"))
-# Name of a switch -> function that reads the switch if PyTorch lacks the private ``torch._C._get_<name>``. If
-# no public function reads it, ``tuple`` stands here, which always returns (). Then changes are not noticed.
+# Maps the name of a switch to a public function that reads the switch. This function is called if PyTorch
+# lacks the private ``torch._C._get_<name>``. If no public function reads the switch, ``tuple`` stands here,
+# which always returns (). Then changes of the switch are not noticed.
 _SWITCHES: dict[str, Callable[[], Any]] = {
     "cudnn_enabled": lambda: _cudnn.enabled,
     "cudnn_benchmark": lambda: _cudnn.benchmark,
@@ -383,7 +400,7 @@ def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
             yield
         finally:
             _cudnn.allow_tf32 = older[0]
-            torch.set_float32_matmul_precision(older[1])  # also restores ``matmul.allow_tf32``
+            torch.set_float32_matmul_precision(older[1])  # this call also restores ``matmul.allow_tf32``
         return
     before = []
     for place in places:
@@ -414,21 +431,22 @@ sdp_priority_order: Callable[[], Any] = getattr(_C, "_get_sdp_priority_order", t
 
 # ---- matrix products in 8 bits
 
-# Multiplies two tensors in E4M3, each with a scale. None if this version of PyTorch lacks it.
+# Multiplies two matrices in E4M3, each with a scale. None if this version of PyTorch lacks the function.
 scaled_mm: Callable[..., Tensor] | None = getattr(torch, "_scaled_mm", None)
 
 # ---- tracing and recording calls of models
 
-# A context in which ops arrive at a ``TorchDispatchMode`` before autograd takes them apart. So ``linear`` is
-# one op. ``inference_mode`` does the same, but the model's code can notice it, and so can callers who get the
-# results of a call.
+# A context in which ops arrive at a ``TorchDispatchMode`` before autograd splits them into other ops. For
+# example, ``linear`` arrives as one op. The replacement ``inference_mode`` does the same. But the code of a
+# model can notice inference mode, and so can its callers, because the results are inference tensors.
 below_autograd: Callable[[], Any] = getattr(_C, "_AutoDispatchBelowAutograd", torch.inference_mode)
-# Makes a tensor of a subclass with a shape, strides, dtype and device, but without memory. PyTorch's guide to
-# subclasses uses it, and no public function does this.
+# Makes a tensor of a subclass of Tensor with a shape, strides, dtype and device, but without memory. The
+# guide to subclasses in PyTorch's documentation uses this function. No public function does the same.
 make_wrapper: Callable[..., Tensor] = Tensor._make_wrapper_subclass
-# As ``__torch_function__`` of a subclass: PyTorch's functions treat its tensors like other tensors.
+# If this function is the ``__torch_function__`` of a subclass of Tensor, PyTorch's functions treat tensors of
+# the subclass like ordinary tensors.
 disabled_torch_function: Any = _C._disabled_torch_function_impl
-# The signature of an op: names and types of its arguments, and which of them it writes.
+# Returns the signature of an op: names and types of its arguments, and which arguments the op writes.
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 
 
@@ -438,25 +456,30 @@ def is_composite(op: Any) -> bool:
 
 
 def run_composite(op: Any, args: Any, kwargs: Any) -> Any:
-    """Runs PyTorch's own kernel of a composite op.
+    """Runs PyTorch's own kernel of a composite op, which calls other ops.
 
-    The public ``decompose`` prefers a decomposition in Python, which takes apart more: also upsampling.
+    The public ``decompose`` prefers a decomposition in Python, which splits more ops into others, for example
+    upsampling.
     """
     return op._op_dk(_C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def fake_tensor_mode() -> Any:
-    """A mode in which ops compute shapes, strides, dtypes and devices, but no values."""
+    """Returns a mode in which ops compute shapes, strides, dtypes and devices, but no values."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
 
 
 def is_of_fake_tensors(error: Exception) -> bool:
-    """True if ``fake_tensor_mode`` raised ``error`` because a result depends on values, or is not known."""
+    """True if ``error`` is one of the errors of PyTorch's fake tensors.
+
+    Such errors are raised if an op's result depends on the values of tensors, or if PyTorch does not know how
+    to compute the result's shape.
+    """
     return type(error).__module__ == "torch._subclasses.fake_tensor"
 
 
 def storage_of(t: Tensor) -> int:
-    """A number that tensors with the same storage share, also tensors on the meta device."""
+    """Returns a number that is equal for tensors with the same storage, also for those on the meta device."""
     return t.untyped_storage()._cdata

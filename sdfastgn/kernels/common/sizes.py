@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-# Lanes (threads) of a warp on NVIDIA's GPUs.
+# Number of lanes (threads) of a warp on NVIDIA's GPUs.
 WARP = 32
 # Maximum number of bytes that a lane reads with one load instruction.
 _LOAD_BYTES = 16
-# Maximum offset inside a tile or a chunk. Such offsets are int32, which takes fewer registers than int64.
+# Maximum offset, in elements, from the start of a tile or a chunk of a tensor to one of its elements. Kernels
+# compute such offsets as int32, which takes fewer registers than int64.
 MAX_OFFSET = 2**31 - 1
 # Number of 16-bit elements that a warp reads with one load of 16 bytes for each lane.
 WARP_LOAD = WARP * _LOAD_BYTES // 2
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Returns a / b, rounded up."""
     return -(-a // b)
 
 
@@ -32,10 +33,10 @@ def power_of_2_below(n: int) -> int:
 def row_factor(channels_last: bool, *sizes: int) -> int:
     """Returns 16 if the layout is channels-first and all ``sizes`` are multiples of 16, else 1.
 
-    ``sizes``: numbers of positions. The result is passed to kernels as the constant ``HW_FACTOR``, a divisor
-    of the sizes. From it the compiler knows that channels-first rows are aligned, and vectorizes loads.
-    Channels-last loads go along the channels and do not need it. With the factor 1, one compiled kernel is
-    used for all sizes.
+    ``sizes``: numbers of spatial positions. The result is passed to kernels as the constant ``HW_FACTOR``, a
+    divisor of the sizes. From this constant the compiler knows that channels-first rows are aligned, and
+    vectorizes loads. Channels-last loads go along the channels and do not need the factor. With the factor 1,
+    one compiled kernel is used for all sizes.
     """
     return 16 if not channels_last and not any(size % 16 for size in sizes) else 1
 

@@ -5,10 +5,11 @@ rounding error would grow with the mean. So the kernels sum x - pivot, where the
 of x. Then the rounding error grows only with the deviations.
 
 If the pivot is an outlier, the rounding error grows with its distance from the mean. This does not matter for
-16-bit results. For fp32 results (``EXACT``) the first sum only serves to compute a better pivot, the rounded
-mean (``mean_as_pivot``). Then the sums are computed again with this pivot.
+16-bit results. For fp32 results (kernels with the constant ``EXACT``) the first sum only serves to compute a
+better pivot, the rounded mean (``mean_as_pivot``). Then the sums are computed again with this pivot.
 
-Backward passes leave fp32 partial sums, whose columns ``sum_columns`` adds up.
+Backward kernels store partial sums of a gradient as the rows of an fp32 matrix. ``sum_columns`` adds up each
+column of such a matrix.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from sdfastgn.kernels.common.tiles import PTX
 
 @triton.jit
 def mean_as_pivot(pivot, total, share):
-    """Returns the mean, pivot + total * share, to use it as the next pivot.
+    """Returns the mean of the values x, as pivot + total * share. It serves as the next, better pivot.
 
-    ``total``: the sum of all x - pivot. ``share``: 1 / number of values. If all values equal the pivot, the
-    result is exactly the pivot.
+    ``pivot``: the value that was subtracted from each x. ``total``: the sum of all x - pivot. ``share``: 1 /
+    number of values. If all values equal the pivot, the result is exactly the pivot.
     """
     return tl.fma(total, share, pivot)
 
@@ -48,7 +49,7 @@ def difference(x, shift, pivot):
 def square_root(x):
     """Returns the square root of x, in fp32.
 
-    On NVIDIA GPUs it is one PTX instruction. ``tl.sqrt`` would link a library, which makes compilation
+    On NVIDIA GPUs this is one PTX instruction. ``tl.sqrt`` would link a library, which makes compilation
     slower.
     """
     if PTX:
@@ -62,7 +63,7 @@ def square_root(x):
 
 @triton.jit
 def inverse_deviation(variance, eps):
-    """1 / sqrt(variance + eps)"""
+    """Returns 1 / sqrt(variance + eps)."""
     return 1 / square_root(variance + eps)
 
 
@@ -70,26 +71,28 @@ def inverse_deviation(variance, eps):
 
 # The number of warps of a program that calls ``sum_columns``.
 SUM_WARPS = 8
-# Maximum number of elements of a tile of ``sum_columns``. A program loads a whole tile at once.
+# Maximum number of elements of the tiles in which ``sum_columns`` reads a matrix. A program loads a whole
+# tile at once.
 _SUM_TILE = 8192
-# Maximum number of rows of a tile of ``sum_columns``. With more rows, a program's loads no longer run all at
-# the same time.
+# Maximum number of rows of the tiles in which ``sum_columns`` reads a matrix. With more rows, a program's
+# loads no longer run all at the same time.
 _SUM_ROWS = 256
-# Maximum number of columns of a tile of ``sum_columns``.
+# Maximum number of columns of the tiles in which ``sum_columns`` reads a matrix.
 _SUM_COLUMNS = 1024
 
 
 def column_sum_block(partials: int, D: int) -> tuple[int, int]:
-    """Returns (rows, columns) of the tiles in which ``sum_columns`` reads (partials, D) partial sums."""
+    """Returns (rows, columns) of the tiles in which ``sum_columns`` reads a (partials, D) matrix."""
     block = min(next_power_of_2(partials), _SUM_ROWS)
     return block, min(next_power_of_2(D), _SUM_COLUMNS, _SUM_TILE // block)
 
 
 @triton.jit
 def sum_columns(partials, out_ptr, count, D, c, BLOCK_P: tl.constexpr):
-    """Adds up the columns ``c`` of ``partials``, in a fixed order, and stores the sums in ``out_ptr`` + c.
+    """Adds up each of the columns ``c`` of the matrix ``partials``, and stores the sums at ``out_ptr`` + c.
 
-    ``partials``: (count, D) fp32. ``out_ptr``: (D,) of any dtype; if it is None, nothing happens.
+    ``partials``: (count, D) fp32. ``out_ptr``: (D,) of any dtype; if it is None, nothing happens. The rows
+    are added in a fixed order.
     """
     if out_ptr is not None:
         p = tl.arange(0, BLOCK_P)[:, None]

@@ -32,7 +32,7 @@ PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interp
 
 @triton.jit
 def multiple_of(value, FACTOR: tl.constexpr):
-    """Returns ``value``, so that the compiler knows that it is a multiple of ``FACTOR``.
+    """Returns ``value``, a multiple of ``FACTOR``, and lets the compiler know that it is one.
 
     The compiler can then vectorize loads at such offsets. ``tl.multiple_of`` has no effect on a kernel's
     argument (Triton 3.6 and 3.9).
@@ -42,27 +42,27 @@ def multiple_of(value, FACTOR: tl.constexpr):
 
 @triton.jit
 def along_lanes(SIZE: tl.constexpr):
-    """0, 1, ... ``SIZE`` - 1 along the axis of the lanes."""
+    """Returns 0, 1, ... ``SIZE`` - 1 along the lanes axis of a (lanes, warps, steps, block) tile."""
     i = tl.arange(0, SIZE)
     return i[:, None, None, None] if LANE_AXIS == 0 else i[None, None, :, None]
 
 
 @triton.jit
 def along_warps(SIZE: tl.constexpr):
-    """0, 1, ... ``SIZE`` - 1 along the axis of the warps."""
+    """Returns 0, 1, ... ``SIZE`` - 1 along the warps axis of a (lanes, warps, steps, block) tile."""
     return tl.arange(0, SIZE)[None, :, None, None]
 
 
 @triton.jit
 def along_steps(SIZE: tl.constexpr):
-    """0, 1, ... ``SIZE`` - 1 along the axis of the steps."""
+    """Returns 0, 1, ... ``SIZE`` - 1 along the steps axis of a (lanes, warps, steps, block) tile."""
     i = tl.arange(0, SIZE)
     return i[:, None, None, None] if STEP_AXIS == 0 else i[None, None, :, None]
 
 
 @triton.jit
 def along_block(SIZE: tl.constexpr):
-    """0, 1, ... ``SIZE`` - 1 along the axis of the block."""
+    """Returns 0, 1, ... ``SIZE`` - 1 along the block axis of a (lanes, warps, steps, block) tile."""
     return tl.arange(0, SIZE)[None, None, None, :]
 
 
@@ -98,13 +98,14 @@ def tile_sums(d, squares):
     Warps exchange both sums through shared memory in one step instead of two.
     """
     d, squares = _flat(d), _flat(squares)
-    # The interpreter would call ``_add_pairs`` for each element, which is slow. So it takes two ``tl.sum``.
+    # Triton's interpreter would call ``_add_pairs`` for each element, which is slow. So it calls ``tl.sum``
+    # twice instead.
     return tl.reduce((d, squares), 0, _add_pairs) if PTX else (tl.sum(d, 0), tl.sum(squares, 0))
 
 
 @triton.jit
 def load_ahead(pointers, mask, AHEAD: tl.constexpr):
-    """Loads values. ``AHEAD``: True if the kernel calls this before it waits for the previous kernel.
+    """Loads values. ``AHEAD``: True if the kernel loads them before it waits for the previous kernel.
 
     Then the load bypasses the L1 cache, which may have old values of this memory
     (docs/adr/0007-programmatic-dependent-launch.md).
