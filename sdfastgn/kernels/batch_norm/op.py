@@ -236,8 +236,7 @@ def batch_norm(
         weight, bias: (C,) or None, independently of each other.
         training: True if x is normalized with mean and variance of this batch.
         momentum: weight of this batch in the running averages, from 0 to 1. The first call with each new
-        value
-            takes longer, because the kernels' launches are prepared again.
+            value takes longer, because the kernels' launches are prepared again.
         eps: added to the variance. A number of Python or NumPy, or a tensor without dimensions.
         activation: a key of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
         residual: a tensor of the shape of x that is added before the activation, or None.

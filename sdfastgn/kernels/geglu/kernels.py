@@ -15,12 +15,10 @@ Tensors:
 - ``bias``, ``dbias``: (2D,) or None;
 - ``y``, ``dy``: (rows, D), contiguous. With a quantizer y is in E4M3;
 - ``value``, ``gate``: (rows, D). The kernel of ``gated`` reads these two instead of x. Rows are contiguous,
-and
-  ``VALUE_STRIDE`` or ``GATE_STRIDE`` elements apart;
+  and ``VALUE_STRIDE`` or ``GATE_STRIDE`` elements apart;
 - ``quantizer``: None, or (8,) fp32 with the scale of the output in E4M3 (``common/e4m3.py``). With a
-quantizer
-  the forward has a second launch, called the retry. It writes y again with a larger scale, if values were
-  beyond the range of E4M3;
+  quantizer the forward has a second launch, called the retry. It writes y again with a larger scale, if
+  values were beyond the range of E4M3;
 - ``partials``: fp32 (groups, 2D), partial sums of the gradient of the bias, or None if it is not wanted.
 
 With programmatic dependent launch (``PDL``, from sm_90 on) a kernel starts while the previous kernel still

@@ -17,8 +17,7 @@ Tensors, in addition to the ones in ``layer_norm/kernels.py`` (x is the tensor t
 - ``dy``, ``dx``: (rows, D), contiguous, the gradients of y and x; dx may be None;
 - ``dtotal``: (rows, D), contiguous, the gradient of ``add_layer_norm``'s second result, or None;
 - ``sums``: fp32 (2, rows, chunks), sums of dy * weight and of dy * weight * xhat over each chunk, where xhat
-is
-  the normalized x. ``_chunk_grad_kernel`` gets the sums over all chunks of a row, (2, rows);
+  is the normalized x. ``_chunk_grad_kernel`` gets the sums over all chunks of a row, (2, rows);
 - ``partials``: fp32 (3, programs, D), partial sums for weight, bias and add_bias. ``plane`` is programs * D,
   the number of elements for one of the three;
 - ``dweight``, ``dbias``, ``dadded``: (D,), the gradients of weight, bias and add_bias, or None.
@@ -69,8 +68,7 @@ def _rows_grad_kernel(
 
     Constants:
         ROW_SUMS: True if dx is computed. Either dx is wanted, or the gradient of add_bias, which is the sum
-        of
-            dx over rows.
+            of dx over rows.
         WEIGHT_GRAD, BIAS_GRAD, ADDED_GRAD: True if the gradient of weight, bias or add_bias is wanted.
         WIDE: True if the warps divide each row among them. False if each warp has whole rows.
     """

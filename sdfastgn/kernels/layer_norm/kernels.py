@@ -19,12 +19,10 @@ Tensors have the same meaning in all kernels. All except x, y and partials may b
 - ``y``: (rows, D), contiguous, in the dtype of x or in fp32. With a quantizer y is in E4M3;
 - ``weight``, ``bias``, ``add_bias``, ``total_bias``: (D,);
 - ``added``, ``position``: (groups, D), vectors that are added to groups of rows before and after the norm.
-Only
-  ``_rows_kernel`` has them (``layer_norm/grouped.py``);
+  Only ``_rows_kernel`` has them (``layer_norm/grouped.py``);
 - ``quantizer``: (8,) fp32, with the scale of y in E4M3 (``common/e4m3.py``). With a quantizer, the kernel
-that
-  writes y is launched a second time (``RETRY``). This retry writes y again with a larger scale, if values
-  were beyond the range of E4M3. The retry has few programs, and each of them computes several tiles;
+  that writes y is launched a second time (``RETRY``). This retry writes y again with a larger scale, if
+  values were beyond the range of E4M3. The retry has few programs, and each of them computes several tiles;
 - ``total``: (rows, D), contiguous, in the dtype of x. ``_rows_kernel`` stores the sum plus total_bias in it,
   ``_chunk_kernel`` the sum;
 - ``kept``: (rows, D), contiguous, in the dtype of x. It is the sum plus total_bias;

@@ -7,9 +7,8 @@ sizes from tables:
 - ``tiles``: int32 (programs, 2). A row has the index of a program's matrix, and the index of the tile in this
   matrix;
 - ``matrices``: int64 (matrices, 7). A row has the addresses of out and weight, the numbers of rows and
-columns,
-  the number ``inner`` explained below, the index of the matrix's first pair in ``factors``, and the number of
-  its pairs;
+  columns, the number ``inner`` explained below, the index of the matrix's first pair in ``factors``, and the
+  number of its pairs;
 - ``factors``: int64 (pairs, 7). A row has the addresses of a and b, the rank, the strides of a along the rank
   and along the inner and the outer index of a column, and the row stride of b. The pairs of a matrix are
   consecutive;
