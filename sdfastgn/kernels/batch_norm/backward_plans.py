@@ -24,8 +24,8 @@ from sdfastgn.kernels.statistics.config import statistics_config
 class BatchNormGradPlan:
     """The launches of BatchNorm's backward for calls with equal shapes, strides, dtypes and options.
 
-    There is either one launch, ``small``, or those of the launches ``sums``, ``merge`` and ``apply`` that the
-    wanted gradients need.
+    There is either one launch, ``small``, or there are up to three launches: ``sums``, ``merge`` and
+    ``apply``. A launch is left out if the wanted gradients do not need it.
 
     dz is the gradient of the activation's argument. It is also the gradient of the residual.
 

@@ -1,6 +1,7 @@
 """The launch configurations of BatchNorm's kernels: pure functions of sizes.
 
-``batch_norm/kernels.py`` explains the *small* way and the *split* way to launch kernels.
+There are two ways to launch the kernels: one launch for small x, or several launches.
+``batch_norm/kernels.py`` explains both.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ _SMALL_PER_WARP = 1024
 
 # --- merge
 
-# Maximum number of channels of a program of a merge kernel. In fp32 they are a whole 32-byte sector of
-# memory.
+# Maximum number of channels of a program of a merge kernel, which combines all partial results of a channel.
+# In fp32 these channels are a whole 32-byte sector of memory.
 _MERGE_CHANNELS = 8
 # Minimum number of channels of a program of a merge kernel, if channels have many partial results.
 _MERGE_MIN_CHANNELS = 2

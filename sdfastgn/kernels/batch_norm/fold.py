@@ -7,7 +7,7 @@ On a GPU the kernel of ``fold_kernels.py`` runs, if the weight is contiguous or 
 tensors are contiguous, in fp16, bf16 or fp32. Otherwise, or if the kernel cannot be compiled,
 ``reference_fold`` runs.
 
-Numerics: fp64. The kernel rounds to fp32 before it rounds to half precision.
+Numerics: all arithmetic is fp64. The kernel rounds to fp32 before it rounds to half precision.
 """
 
 from __future__ import annotations

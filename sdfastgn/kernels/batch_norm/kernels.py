@@ -31,15 +31,16 @@ whole batch as one sample, and each channel as a group:
 - *split*: in the forward, the kernel of ``statistics/kernels.py`` and GroupNorm's ``merge_kernel`` compute
   mean and var, and ``batch_apply_kernel`` normalizes. In the backward, GroupNorm's ``sums_kernel`` and
   ``batch_merge_sums_kernel`` compute two sums for each channel, and ``batch_apply_grad_kernel`` computes dx.
-  If mean and var are running averages, the apply kernels can run alone. That is why they read mean and var,
-  and not the table of scales that GroupNorm's merge writes.
+  If mean and var are running averages, ``batch_apply_kernel`` and ``batch_apply_grad_kernel`` can run alone.
+  That is why these two kernels read mean and var, and not a table of scales, as GroupNorm's kernel does.
 
 If the gradient of the residual is wanted, ``sums_kernel`` stores dz. ``batch_apply_grad_kernel`` then reads
 dz instead of dy and the residual, unless the residual's dtype cannot hold all values of the dtype of x.
 
-Programmatic dependent launch works as in ``group_norm/kernels.py``. The apply kernels read x, dy and the
-residual before their ``gdc_wait`` (``AHEAD``) if an earlier kernel of the same call has waited for these
-tensors.
+With programmatic dependent launch (``PDL``) a kernel starts while the kernel before it still runs, and calls
+``gdc_wait`` before it reads what that kernel writes. ``batch_apply_kernel`` and ``batch_apply_grad_kernel``
+read x, dy and the residual before ``gdc_wait`` (``AHEAD``) if an earlier kernel of the same call has waited
+for these tensors.
 
 Numerics: the kernels compute in fp32, and round each result once when they store it. If
 ``batch_apply_grad_kernel`` reads dz, dz has been rounded before. Sums have a fixed order and no atomics.
@@ -164,7 +165,7 @@ def batch_apply_grad_kernel(
     positions), or scale * dz if ``dweight`` is None. Rows, columns, numbers and constants mean the same as in
     ``batch_apply_kernel``.
     """
-    # The first programs take the last rows, which the sums kernel has left in L2.
+    # The first programs take the last rows, which ``sums_kernel`` has left in L2.
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     if not CHANNELS_LAST:
         HW = multiple_of(HW, HW_FACTOR)

@@ -147,7 +147,7 @@ def batch_norm_call(
     activation: str,
     residual: Tensor | None,
 ) -> BatchNormCall:
-    """Makes a ``BatchNormCall`` of the arguments of ``batch_norm``. Does not check tensors and activation."""
+    """Makes a ``BatchNormCall`` for the arguments of ``batch_norm``, but checks no tensors or activation."""
     if type(eps) is not float or type(momentum) is not float or type(training) is not bool:
         check_input(name, "x", x)
         eps, momentum = as_eps(name, eps), as_float(name, "momentum", momentum)

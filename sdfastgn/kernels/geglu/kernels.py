@@ -120,9 +120,9 @@ def _geglu_kernel(
 ):  # fmt: skip
     """Computes y = value * gelu(gate). A program has one tile: ``BLOCK_D`` columns of ``BLOCK_R`` rows.
 
-    ``EVEN``: True if no element is masked. ``RETRY``: True in the second launch for a quantizer. It computes
-    all tiles again with a larger scale if values were beyond the range of E4M3. Each of its programs computes
-    several tiles.
+    ``EVEN``: True if no element is masked. ``RETRY``: True in the second launch of a call whose y is in E4M3.
+    The second launch computes all tiles again with a larger scale if values were beyond the range of E4M3.
+    Each of its programs computes several tiles.
     """
     if RETRY:
         if PDL:

@@ -27,7 +27,7 @@ from sdfastgn.kernels.geglu.op import GegluCall
 class GegluPlan:
     """The launches of ``geglu`` for calls with equal shapes, strides, dtypes and device.
 
-    ``launch`` has one program for each tile of y. If there is a quantizer, ``retry`` follows. It writes y
+    ``launch`` has one program for each tile of y. If y is wanted in E4M3, ``retry`` follows. It writes y
     again with a larger scale if values were beyond the range of E4M3.
     """
 

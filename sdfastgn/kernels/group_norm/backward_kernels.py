@@ -38,8 +38,9 @@ of any dtype. Only BatchNorm has these pointers:
 - ``residual``: the tensor that the forward added before the activation, in the layout of x;
 - ``dz``: the gradient of the activation's argument, in the layout of x, or None if it is not wanted.
 
-Programmatic dependent launch is used as in the forward. ``sums_kernel`` lets the next kernel start when x
-and dy are complete.
+With programmatic dependent launch (``PDL``) a kernel starts while the kernel before it still runs, and calls
+``gdc_wait`` before it reads what that kernel writes. ``sums_kernel`` lets the next kernel start when x and dy
+are complete.
 
 Numerics: the kernels compute in fp32, and round once when they store. Sums have a fixed order and no atomics,
 so every run gives the same bits.
@@ -68,7 +69,8 @@ from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum
 from sdfastgn.kernels.group_norm.parameter_kernels import parameter_grads
 from sdfastgn.kernels.statistics.kernels import positions_of_channels, rows_of_channels
 
-# Names of the strides, for ``do_not_specialize``: one compiled kernel serves all strides.
+# Names of the kernels' stride arguments. Triton's ``do_not_specialize`` gets them, so that one compiled
+# kernel serves all strides.
 STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
 
 
@@ -357,11 +359,10 @@ def merge_sums_kernel(
     LOOP: tl.constexpr, PDL: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A program adds up the sums of one group's chunks, and stores the totals of each channel of the group.
+    """A program adds up the chunks' sums of one group, and stores the total sums of each channel.
 
     If ``EACH_CHANNEL``, it does so for ``CHANNELS`` groups of one channel each. For each channel it also
-    stores
-    five values in the table: scale, offset, slope, level and centre. With these ``apply_grad_kernel``
+    stores five values in the table: scale, offset, slope, level and centre. With these ``apply_grad_kernel``
     computes
 
         z = (x - centre) * scale + offset, the activation's argument, from which dz, its gradient, follows

@@ -82,7 +82,9 @@ class Sizes(NamedTuple):
 
 
 class GroupNormGradPlan:
-    """The launches for calls with equal shapes, strides, dtypes and options, and the same wanted gradients.
+    """The launches of GroupNorm's backward for calls with equal shapes, strides, dtypes and options.
+
+    The calls must also want the same gradients.
 
     dx and the totals, which are sums for the gradients of the other operands, come from one launch or from
     three. ``backward_kernels.py`` explains these ways to launch:
@@ -213,7 +215,7 @@ class GroupNormGradPlan:
     def _plan_apply(self, call: Any, sizes: Sizes, blocks: ApplyConfig, parameters: dict[str, Any]) -> Launch:
         """Prepares the launch of ``apply_grad_kernel``.
 
-        Its first programs compute the gradients of the operands other than x. Each other program computes dx
+        The first programs compute the gradients of the operands other than x. Each other program computes dx
         of one tile.
         """
         N, C, HW = sizes.N, sizes.C, sizes.HW

@@ -49,7 +49,8 @@ _SMALL_MIN_TAIL = 8
 
 # --- apply: elementwise
 
-# Maximum number of elements of a tile of the apply kernels. A program has one tile.
+# Maximum number of elements of a tile of the two apply kernels, which compute y or dx element by element. A
+# program has one tile.
 _APPLY_TILE = 2048
 # Warps of a program of the forward's apply kernel if tiles are many or x is channels-first. A thread then has
 # 32 elements, which hides the memory's latency best.
@@ -70,7 +71,8 @@ _APPLY_BACKWARD_CHANNELS = 64
 
 # --- merge, and gradients of parameters
 
-# (samples, channels) of the tile in which a program sums parameter gradients over samples.
+# Numbers of samples and channels of the tile in which a program sums the gradients of weight, bias and other
+# shared operands over samples.
 _PARAMETER_TILE = (32, 32)
 # Maximum number of tiles of samples for which one program of ``parameter_grad_kernel`` sums all samples of
 # its channels. With more, samples are divided into parts for several programs, and a second launch adds up
@@ -81,10 +83,11 @@ _PARAMETER_MOST_TILES = 16
 _PARAMETER_MIN_TILES = 8
 # Programs of ``parameter_grad_kernel`` for each multiprocessor if samples are divided into parts.
 _PARAMETER_PROGRAMS_PER_SM = 2
-# Channels of a program if each channel is a group. In memory, 32 neighboring channels are whole sectors of 32
-# bytes.
+# Channels of a program if each channel is a group, as in InstanceNorm. In memory, 32 neighboring channels are
+# whole sectors of 32 bytes.
 _EACH_CHANNEL_BLOCK = 32
-# Maximum number of elements of a tile of (chunks, channels) in the merge kernels.
+# Maximum number of elements of a tile of (chunks, channels) in the two merge kernels, which combine the
+# results of all chunks of a group.
 _MERGE_TILE = 4096
 # Elements of a merge kernel's tile for each warp, in the forward.
 _MERGE_PER_WARP = 256
@@ -108,8 +111,8 @@ _WALK_MIN_RUN = 64
 # Minimum number of groups for each multiprocessor for a backward with ``WalkConfig``, in which a program
 # computes a whole group. With fewer, multiprocessors that finish early wait too long for the last ones.
 _WALK_MIN_GROUPS = 8
-# Minimum number of elements of a group that is called large in the comment below. One program for such a
-# group fills a multiprocessor.
+# Minimum number of elements of a group that the comment on ``_WALK_CHEAP`` calls large. One program for such
+# a group fills a multiprocessor.
 _WALK_LARGE_ELEMENTS = 32768
 # Each of the next four constants is (elements of a tile, elements that stay in registers, warps) of a program
 # in a backward with ``WalkConfig``. How many elements fit into registers depends on the activation's
@@ -150,7 +153,7 @@ class SmallConfig:
 
 @dataclass(frozen=True)
 class ApplyConfig:
-    """A program of an apply kernel has a tile of ``block_hw`` positions and ``block_c`` channels."""
+    """A program of a kernel that computes y or dx has ``block_hw`` positions of ``block_c`` channels."""
 
     block_hw: int
     block_c: int
@@ -169,10 +172,10 @@ class ApplyConfig:
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """A program of a merge kernel processes all chunks of ``channels`` channels of a sample.
+    """A program of a merge kernel combines the results of all chunks of ``channels`` channels of a sample.
 
-    These channels are one group or, if ``each_channel``, groups of one channel each. The program reads them
-    in tiles of (``block_p`` chunks, ``block_c`` channels).
+    These channels are one group or, if ``each_channel``, groups of one channel each. The program reads the
+    results in tiles of (``block_p`` chunks, ``block_c`` channels).
     """
 
     channels: int
@@ -336,7 +339,7 @@ def _small_config(
 def apply_config(
     N: int, C: int, HW: int, channels_last: bool, num_sms: int, *, backward: bool = False
 ) -> ApplyConfig:
-    """The tile of the apply kernels for x (N, C, HW)."""
+    """The tile of the kernels that compute y or dx element by element, for x (N, C, HW)."""
     longest = min(next_power_of_2(HW), power_of_2_below(MAX_OFFSET // C))
     if channels_last:
         widest = _APPLY_BACKWARD_CHANNELS if backward else _APPLY_CHANNELS

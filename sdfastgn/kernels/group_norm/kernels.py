@@ -162,7 +162,7 @@ def small_kernel(
     If ``TAIL`` is not 0, the group's last ``TAIL`` channels are in a second tile. With one tile, whose sizes
     must be powers of 2, up to half of the elements would be padding.
 
-    ``shifted``: 1 if ``shift`` is a shift, 0 if the pointer is a placeholder that is not read.
+    ``shifted``: 1 if ``shift_ptr`` points to a shift, 0 if it is a placeholder that is not read.
     ``activates``, ``OPTIONAL``: if ``OPTIONAL`` is True, the activation is left out if ``activates`` is 0.
     """
     # If y is fp32, the variance is summed in a second pass over the registers, when the mean is known.
@@ -211,8 +211,9 @@ def small_kernel(
             tail_d = tl.where(tail_mask, tl.fma(total, -share, tail_d), 0.0)
         mean = total * share
         variance = tl.fma(mean, -mean, square * share)
-        # If the pivot is far from the mean, this difference of two large numbers is inexact, or is
-        # inf - inf. Then the variance is computed again from squared deviations.
+        # The variance above is a difference of two numbers. If the pivot is far from the mean, both numbers
+        # are large, and the difference is inexact, or is inf - inf. Then the variance is computed again from
+        # squared deviations.
         again = (mean * mean > _FAR * variance) | (square == float("inf"))
         if EXACT:
             again = True
@@ -367,7 +368,7 @@ def merge_kernel(
     BatchNorm, it only stores mean and variance.
 
     Numbers:
-        shifted: 1 if ``shift`` is a shift, 0 if the pointer is a placeholder that is not read.
+        shifted: 1 if ``shift_ptr`` points to a shift, 0 if it is a placeholder that is not read.
         CHANNELS, parts: channels of a program, and programs of a sample.
         complete: 1 if the statistics kernel runs before this kernel, else 0. With 1, x is complete when this
             kernel starts, so the next kernel may start at once. With 0, it may start only

@@ -49,7 +49,7 @@ def _rows(operand: Tensor, call: Any) -> Tensor:
 def _dense_gradient(dy: Tensor, call: Any) -> Tensor:
     """Returns ``dy`` if it is channels-last or channels-first, else a copy in the layout of x.
 
-    If the forward returned tokens (N, HW, C), dy has that shape. It is then made contiguous instead.
+    If the forward returned tokens (N, HW, C), dy has that shape, and the result is dy or a contiguous copy.
     """
     if call.tokens:
         return dy.contiguous()

@@ -34,8 +34,8 @@ ALIGNED = 64
 class TablePlan:
     """The launches that compute a scale and an offset for each sample and channel, and write them to a table.
 
-    They launch the statistics kernel, unless the call gives the statistics, and ``merge_kernel``.
-    ``group_norm/kernels.py`` explains the table.
+    These are a launch of the statistics kernel, unless the call gives the statistics, and a launch of
+    ``merge_kernel``. ``group_norm/kernels.py`` explains the table.
 
     Attributes:
         scratch: number of fp32 values in the memory that ``run`` returns.
@@ -241,7 +241,8 @@ def activation_of(call: GroupNormCall, *, optional: bool) -> dict[str, Any]:
 def pairs_of(call: Any, block: int) -> bool:
     """The kernels' constant ``PAIRS``: True if the sigmoids of two neighbors are computed with one division.
 
-    ``block``: number of contiguous elements in a tile. False if it is below ``PAIRED``, and for fp32 x.
+    ``block``: number of contiguous elements in a tile. The result is False if this number is below
+    ``PAIRED``, or if x is fp32.
     """
     return bool(call.x.dtype != torch.float32 and block >= PAIRED)
 

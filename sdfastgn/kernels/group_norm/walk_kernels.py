@@ -3,7 +3,7 @@
 One program computes the gradients of one group. It walks from the group's first position to the last, and
 computes sums. It keeps the last positions in registers. Then it walks back. It reads x and dy of the other
 positions again, and writes dx. If the groups that run at the same time fit into L2, most of the second read
-comes from L2. The three launches of the *split* way would read everything twice from memory.
+comes from L2. Three launches (``SplitConfig``) would read everything twice from memory.
 
 dy has the layout of x. ``group_norm/backward_kernels.py`` explains pointers, formulas and numerics.
 """
@@ -59,7 +59,7 @@ def _walk_back(
         start = walked - (i + 1) * BLOCK_HW
         at = offsets + start * STEP
         mask = (start + row >= 0) & in_range
-        # This is the second and last read of x and dy here. "evict_first" lets L2 keep other data instead.
+        # x and dy are read here for the second and last time. "evict_first" lets L2 keep other data instead.
         dz, xhat = grad_tile(
             x_ptr, dy_ptr, at, at, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "evict_first"
         )
@@ -80,10 +80,9 @@ def walk_grad_kernel(
     """A program computes dx of one group, which has ``CG`` channels, of one sample.
 
     It also stores sums in ``totals``, unless this is None. ``totals`` has planes of ``plane`` fp32 values,
-    each
-    with one value for each sample and channel: the sum of dz (the gradient of the activation's argument), the
-    sum of dz * xhat (xhat: the normalized x), and the gradient of the shift. Another kernel computes the
-    gradients of the operands other than x from them.
+    each with one value for each sample and channel: the sum of dz (the gradient of the activation's
+    argument), the sum of dz * xhat (xhat: the normalized x), and the gradient of the shift. From these sums
+    another kernel computes the gradients of the operands other than x.
 
     Constants:
         SHIFT_GRAD: True if the gradient of the shift is wanted.

@@ -11,7 +11,7 @@ dx is the gradient of both x and the residual. dadded is the gradient of add_bia
 
 On a GPU the kernels of ``layer_norm/backward_kernels.py`` run. They use ``centre`` and ``rstd``, which the
 forward has saved (``layer_norm/kernels.py``). Everywhere else, and for second derivatives,
-``reference_layer_norm_grads`` runs. It computes mean and rstd from x again.
+``reference_layer_norm_grads`` runs. That function computes mean and rstd from x again.
 
 Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, and the chain rule.
 """

@@ -156,8 +156,8 @@ def backward_config(
 def _wide_config(D: int, load: int, vector: int, programs: int) -> RowsConfig:
     """The configuration with tiles of one row, which the warps of a program divide among them.
 
-    ``load``: number of elements that a warp loads by one instruction. ``vector``: the same for a thread.
-    ``programs``: number of programs.
+    ``load``: number of elements that a warp loads by one instruction. ``vector``: number of elements that a
+    thread loads by one instruction. ``programs``: number of programs.
     """
     parts = next_power_of_2(ceil_div(D, load))
     num_warps = min(_MAX_WARPS, parts, max(1, parts * vector // _WIDE_PER_THREAD))

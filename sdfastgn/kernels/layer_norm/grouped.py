@@ -10,10 +10,9 @@ Formula, for row i of x (rows, D), with g = i // period % groups:
 positional embedding of a frame. diffusers adds ``added`` and ``position`` in two separate passes.
 
 On a GPU ``_rows_kernel`` of ``layer_norm/kernels.py`` computes u and y in one pass. The kernel is for
-inference
-only: no op is registered with PyTorch, and there is no backward. Everywhere else, if gradients are wanted, if
-an operand is not contiguous, and for rows that do not fit into registers, PyTorch adds the vectors, and
-``layer_norm`` normalizes the sum.
+inference only: no op is registered with PyTorch, and there is no backward. Everywhere else, if gradients are
+wanted, if an operand is not contiguous, and for rows that do not fit into registers, PyTorch adds the
+vectors, and ``layer_norm`` normalizes the sum.
 """
 
 from __future__ import annotations

@@ -33,8 +33,9 @@ Tensors have the same meaning in all kernels. All except x, y and partials may b
   mean minus the row's first element; M2. If y is fp32, (3, rows, chunks): the rounded mean of the chunk's
   first block; M2; the chunk's mean minus that rounded mean.
 
-Programmatic dependent launch (``PDL``, from sm_90 on; ``docs/adr/0007-programmatic-dependent-launch.md``):
-before ``gdc_wait`` a kernel reads only x, and only if no kernel of this call writes it.
+With programmatic dependent launch (``PDL``, from sm_90 on) a kernel starts while the kernel before it still
+runs, and calls ``gdc_wait`` before it reads what that kernel writes. Before ``gdc_wait`` a kernel reads only
+x, and only if no kernel of this call writes x (``docs/adr/0007-programmatic-dependent-launch.md``).
 
 Numerics: all arithmetic is fp32, and each result is rounded once. Sums have a fixed order and no atomics,
 except for the count of values beyond the range of E4M3. The first element of a row is subtracted from all
@@ -249,8 +250,8 @@ def _rows_kernel(
 
     Constants:
         X_STRIDE, RESIDUAL_STRIDE: elements between the starts of neighboring rows of x and of residual.
-        RETRY: True in the second launch for a quantizer, which computes y again with a larger scale if values
-            were beyond the range of E4M3.
+        RETRY: True in the second launch of a call whose y is in E4M3. The second launch computes y again with
+            a larger scale if values were beyond the range of E4M3.
         ONE_ROW: True if each thread has elements of only one row.
         WIDE: True if the warps divide each row among them. False if each warp has whole rows.
     """
@@ -313,9 +314,9 @@ def _chunk_kernel(
         # they may read x before their own ``gdc_wait``.
         gdc_wait()
         gdc_launch_dependents()
-    # ``first`` is the first element of the row, or of the chunk if ``EXACT``. It is subtracted from all
-    # values before they are summed, because sums of small numbers have small rounding errors. If ``EXACT``,
-    # the mean of the first block replaces it once this mean is known.
+    # ``first`` is the first element of the row, or of the chunk if y is fp32 (``EXACT``). It is subtracted
+    # from all values before they are summed, because sums of small numbers have small rounding errors. If
+    # ``EXACT``, ``first`` becomes the mean of the first block once this mean is known.
     to_pivot = 0 if EXACT else start
     first, _ = _read(
         x_ptr, residual_ptr, add_bias_ptr, None, x_row - to_pivot, residual_row - to_pivot, None,
@@ -408,7 +409,7 @@ def _normalise_tile(
     first = load_ahead(x_row, None, AHEAD)
     if PDL and AHEAD:
         gdc_wait()
-    if PDL and quantizer_ptr is not None:  # with a quantizer, this kernel is launched a second time
+    if PDL and quantizer_ptr is not None:  # if y is in E4M3, this kernel is launched a second time
         gdc_launch_dependents()
     scale, offset = _affine(weight_ptr, bias_ptr, c, mask)
     first, rest = row_mean(first.to(tl.float32), tl.load(centre_ptr + row))
@@ -430,8 +431,8 @@ def _normalise_kernel(
     ``x``: the tensor that is normalized; with a residual, the sum that ``_chunk_kernel`` has stored.
     ``d_parts``, ``x_parts``: D, and the stride of x, divided by ``VECTOR``. ``AHEAD``: True if x is read
     before ``gdc_wait``. This is possible only without a residual: then no kernel of this call writes x, and
-    ``_chunk_kernel`` has waited for x. ``RETRY``: True in the second launch for a quantizer, which computes y
-    again with a larger scale if values were beyond the range of E4M3.
+    ``_chunk_kernel`` has waited for x. ``RETRY``: True in the second launch of a call whose y is in E4M3. The
+    second launch computes y again with a larger scale if values were beyond the range of E4M3.
     """
     if RETRY:
         if PDL:

@@ -50,7 +50,8 @@ _Quantizer = Annotated[Tensor | None, Operand("(8,)")]
 class LayerNormCall(NamedTuple):
     """The arguments of the op ``sdfastgn::layer_norm``, and ``quantizer``.
 
-    ``quantizer`` is not an argument of the op. Calls with a quantizer go to the kernels without the op.
+    ``quantizer``, which has the scale for an output in E4M3, is not an argument of the op. Calls with a
+    quantizer go to the kernels without the op.
     """
 
     x: Annotated[Tensor, Operand("(..., D)", whole=even_rows)]
@@ -69,7 +70,8 @@ class LayerNormCall(NamedTuple):
 class AddCall(NamedTuple):
     """The arguments of the op ``sdfastgn::add_layer_norm``, and ``total_bias`` and ``quantizer``.
 
-    These two are not arguments of the op. Only the kernels take them, in calls that do not go to the op.
+    These two are not arguments of the op. Calls that have one of them go to the kernels without the op.
+    ``total_bias`` is added only to the returned sum. ``quantizer`` has the scale for an output in E4M3.
     """
 
     x: Annotated[Tensor, Operand("(..., D)", whole=even_rows)]
@@ -376,8 +378,7 @@ def add_layer_norm(
 
     Shapes: y and total have the shape of x.
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. weight and all biases may have any of
-    the
-        four dtypes. total has the dtype of x. y has the dtype of x, but is fp32 under CUDA autocast.
+        the four dtypes. total has the dtype of x. y has the dtype of x, but is fp32 under CUDA autocast.
     Layout: any. x and residual are copied first if their rows have gaps, overlap or are far apart, or if
         distances between rows differ. y and total are contiguous.
     Grad: every tensor has gradients, from both results. The sum is kept for the backward. If gradients are

@@ -19,9 +19,9 @@ from sdfastgn.kernels.layer_norm import kernels
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, RowsConfig, forward_config
 from sdfastgn.kernels.layer_norm.op import AddCall, LayerNormCall, empty_saved, result_dtype
 
-# Maximum number of warps of a program that merges chunks.
+# Maximum number of warps of a program that merges the results of a long row's chunks.
 _MERGE_MAX_WARPS = 4
-# A program that merges the chunks of a row has one warp for this many chunks.
+# A program that merges the results of a long row's chunks has one warp for this many chunks.
 _MERGE_PER_WARP = 128
 
 
@@ -29,7 +29,7 @@ class LayerNormPlan:
     """The launches of LayerNorm for calls with equal shapes, strides, dtypes, device, eps and dtype of y.
 
     If rows fit into registers, there is one launch, ``rows``. Otherwise there are three launches: ``chunk``,
-    ``merge`` and ``normalise``. If there is a quantizer, ``retry`` follows. It writes y again with a larger
+    ``merge`` and ``normalise``. If y is wanted in E4M3, ``retry`` follows. It writes y again with a larger
     scale if values were beyond the range of E4M3 (``common/e4m3.py``). ``partials``: number of fp32 values
     that ``chunk`` writes and ``merge`` reads. ``row_count``: number of rows of x.
     """

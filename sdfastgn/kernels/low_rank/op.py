@@ -37,9 +37,9 @@ _DEPTH = 16
 # fp16 or both are bf16, else ``_MOST_OTHERS``. Without a loop the compiler unrolls the products of all ranks,
 # and may copy all their factors to shared memory at once. In the first case it copies little, but for higher
 # ranks than this it compiles for minutes if the GPU is of the Turing generation. In all other cases it copies
-# 512 bytes for each rank: the factors of 256 ranks do not fit into the shared memory of an RTX 40, and of 512
-# ranks not into that of an H200. Also, the compiler takes 4 seconds for 64 ranks, but 15 seconds for 128
-# ranks.
+# 512 bytes for each rank: the factors of 256 ranks do not fit into the shared memory of an RTX 40 GPU, and
+# the factors of 512 ranks do not fit into the shared memory of an H200. Also, the compiler takes 4 seconds
+# for 64 ranks, but 15 seconds for 128 ranks.
 _MOST_HALVES = 256
 _MOST_OTHERS = 64
 # Number of ranks in a block, if the kernel has a loop over blocks of ranks. With more, registers spill on
@@ -105,7 +105,7 @@ class Pair(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """The properties of a layer that decide in which launch it is computed. Layers with equal ones share one.
+    """The properties of a layer that decide which launch computes it. Layers with equal ones share a launch.
 
     ``weight``, ``a``, ``b``: dtypes of the weight and of the factors. ``is_aligned``: True if the addresses
     of weight and out are multiples of 16 bytes, and the number of columns is a multiple of 8.
@@ -135,7 +135,8 @@ def add_low_rank(sums: Sequence[Sum]) -> None:
     There is one launch for each combination of device, dtypes and alignment among the layers.
 
     Args:
-        sums: one for each layer. All tensors of a layer are on the same device. ``out`` is overwritten.
+        sums: the operands of each layer. All tensors of a layer are on the same device. ``out`` is
+            overwritten.
 
     The arguments are not checked.
 
@@ -161,7 +162,7 @@ class LowRankSums:
         prepared: Iterable[tuple[Matrix | None, Sequence[Pair | None]]] | None = None,
     ) -> None:
         self._sums = sums
-        # The scales of all sums are in one list. This has, for each sum, the index of its first scale there.
+        # For each sum, the index of its first scale in the list of the scales of all sums.
         self._first = list(itertools.accumulate((len(total.pairs) for total in sums), initial=0))
         kinds: dict[_Kind, list[tuple[int, tuple[int, ...], list[tuple[int, ...]]]]] = {}
         self._by_reference: list[int] = []
@@ -236,7 +237,7 @@ def _tables(
     matrices: tuple[tuple[int, ...], ...],
     factors: tuple[tuple[tuple[int, ...], ...], ...],
 ) -> _Tables:
-    """Makes the launch and copies its tables to the GPU. ``low_rank/kernels.py`` describes the tables.
+    """Makes a launch of the kernel, and copies the kernel's tables to the GPU (``low_rank/kernels.py``).
 
     The arguments have the addresses of tensors, but no references to them. So the cache keeps no weights
     alive.
@@ -253,7 +254,7 @@ def _tables(
         rows.append((*matrix, first, len(pairs)))
         first += len(pairs)
     tiles = [ceil_div(m[2], _TILE[0]) * ceil_div(m[3], _TILE[1]) for m in matrices]
-    counts = torch.tensor(tiles, device="cpu")  # PyTorch's default device may be another one
+    counts = torch.tensor(tiles, device="cpu")  # PyTorch's default device may not be the CPU
     of = torch.repeat_interleave(torch.arange(len(matrices), device="cpu"), counts)
     number = torch.arange(len(of), device="cpu") - (counts.cumsum(0) - counts)[of]
     flat = [pair for pairs in factors for pair in pairs] or [(0,) * 7]
@@ -275,7 +276,8 @@ def _tables(
 def rank_blocks(rank: int, a: torch.dtype, b: torch.dtype) -> tuple[int, bool]:
     """Returns the kernel's constants ``BLOCK`` and ``LOOPS`` for pairs with ranks of at most ``rank``.
 
-    ``a``, ``b``: the dtypes of the factors.
+    These are the number of ranks in a block, and True if the kernel loops over blocks of ranks. ``a``, ``b``:
+    the dtypes of the factors.
     """
     most = _MOST_HALVES if a == b != torch.float32 else _MOST_OTHERS
     return (_LOOPED, True) if rank > most else (max(_DEPTH, next_power_of_2(rank)), False)

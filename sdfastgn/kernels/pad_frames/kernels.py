@@ -175,7 +175,7 @@ def _frames_kernel(
         pad_h, pad_w: width of the borders along H and W.
 
     Constants:
-        NORM: "channel", "group", or "" for none.
+        NORM: "channel" for a norm of each position's channels, "group" for a GroupNorm, or "" for no norm.
         FRAMEWISE: True if the table has values for each frame, not for each sample.
         FOLD: True if the table has no means, because its offsets include them.
         BORDER: True if ``pad_h`` or ``pad_w`` is not 0.

@@ -5,8 +5,8 @@ chunks of frames, the last frames of each chunk are kept for the next chunk. The
 each convolution, diffusers runs a norm and an activation, or upsampling; then a concatenation with the cache;
 then padding. Here one kernel does all of this. For x (N, C, T, H, W):
 
-    u = act(norm(x + shift) * factor + offset). Without a modulation, factor is 1 and offset is 0.
-        Without a norm, u is x + shift
+    u = act(norm(x + shift) * factor + offset). A GroupNorm may have a modulation, a tensor with factor and
+        offset. Without a modulation, factor is 1 and offset is 0. Without a norm, u is x + shift
     v = u upsampled: each element is repeated ``upsample`` times along (T, H, W), but the first frame is not
         repeated along T
     w = ``front`` frames, then v, then ``back`` frames. The last of the ``front`` frames are the cache, all
@@ -79,12 +79,14 @@ class Norm(NamedTuple):
 
 
 class GroupNorm(NamedTuple):
-    """A GroupNorm, optionally with a modulation. The attributes not listed are arguments of ``group_norm``.
+    """A GroupNorm, optionally with a modulation, which multiplies the result and adds to it.
+
+    The attributes that are not listed here are arguments of ``group_norm``.
 
     Attributes:
         statistics: (2, N, P, C) fp32, or (2, N T, P, C) if ``framewise``: the mean and the sum of squared
             deviations of each channel of x without the shift, in each of P chunks of positions, as for
-            ``group_norm``. If None, kernels compute them.
+            ``group_norm``. If None, kernels compute the statistics.
         modulation: (N, 2 C, t, h, w), in the dtype and on the device of x, or None. The first C channels
             multiply the norm's result. The last C channels are then added, before the activation. The
             modulation is upsampled to the size of x: H must be a multiple of h and W of w. If T is even, T
@@ -369,7 +371,7 @@ def pad_frames(
             normalized and upsampled. T' is at most ``front``.
         front: number of frames before the frames of x, including the frames of the cache.
         back: number of frames after the frames of x.
-        border: (rows above and below each frame, columns left and right of each frame).
+        border: two numbers: of rows above and below each frame, and of columns left and right of each frame.
         mode: the values of borders, of the frames before the cache and of the ``back`` frames. "zeros";
             "replicate" for the nearest element; or "reflect", which repeats the nearest frame and mirrors
             each frame in its borders. With "reflect" the borders must be smaller than the frame.
@@ -385,7 +387,7 @@ def pad_frames(
     Returns:
         (y, kept). T'', H'' and W'' are the sizes after upsampling. y is (N, window C,
         front + T'' + back - window + 1, H'' + 2 border[0], W'' + 2 border[1]). kept is (N, C, keep, H'',
-        W''): a copy of the last frames, without borders and windows. It is None if ``keep`` is 0.
+        W''): a copy of the last frames, without borders and windows. kept is None if ``keep`` is 0.
 
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. shift and the tensors of norm may have
         any of the four dtypes, but a modulation must have the dtype of x. Both results have the dtype of x.

@@ -142,8 +142,7 @@ def rotate(
     Shapes: the result has the shape of x. It is ``out``, or a new contiguous tensor.
 
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. cos, sin, weight and bias may have any
-    of
-        the four dtypes. The output has the dtype of x.
+        of the four dtypes. The output has the dtype of x.
     Layout: any. x is copied first if its rows are not contiguous.
     Grad: calls that want gradients, the transforms of torch.func and forward-mode AD run in plain PyTorch.
     Raises:

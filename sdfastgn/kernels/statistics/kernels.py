@@ -226,7 +226,7 @@ def _statistics_kernel(
     Numbers:
         N: number of samples.
         C, HEAD: channels of y and of x. They differ only in a concatenation.
-        biased: 1 if ``bias`` is a bias, 0 if the pointer is a placeholder that is not read.
+        biased: 1 if ``bias_ptr`` points to a bias, 0 if it is a placeholder that is not read.
         HW, rows, chunks: positions of a sample, positions of a chunk, chunks of a sample.
         plane: elements of each half of ``statistics``.
         scale: factor by which a sum is multiplied, unless ``factors`` are given.

@@ -14,8 +14,8 @@ last chunks may be shorter or empty. The same statistics serve norms with differ
 The ops are ``sdfastgn::channel_statistics``, ``sdfastgn::add_with_statistics`` and
 ``sdfastgn::cat_with_statistics``.
 
-Source: Jung et al., "Restructuring batch normalization to accelerate CNN training", 2019, for statistics
-from the producer. The formulas are in ``statistics/kernels.py``.
+Source: Jung et al., "Restructuring batch normalization to accelerate CNN training", 2019, for the idea that
+the producer of x computes the statistics. The formulas are in ``statistics/kernels.py``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from sdfastgn.kernels.statistics.plain import reference_channel_statistics
 
 
 def _chunks(x: Tensor, *, producer: bool = False) -> int:
-    """P, the number of chunks of the statistics of ``x``.
+    """Returns P, the number of chunks of positions for which statistics of ``x`` are computed.
 
     ``producer``: True if the kernel that writes x computes the statistics, False if another kernel reads x to
     compute them.
@@ -227,7 +227,7 @@ def _plain_cat(call: _Cat) -> tuple[Tensor, Tensor]:
 def _cat_statistics(call: _Cat, y: Tensor) -> Tensor:
     """Computes the statistics of the concatenation ``y``.
 
-    Their number of chunks is the one that ``_fake_cat``, the op's fake implementation, promises.
+    The number of chunks is the one that ``_fake_cat``, the op's fake implementation, promises.
     """
     if _in_one_pass(call):
         return _reference_statistics(y, _chunks(y, producer=True))
@@ -351,7 +351,7 @@ def add_with_statistics(
 
     Args:
         x: (N, C, *spatial), at least rank 3, fp16, bf16, fp32 or fp64.
-        residual: the shape, dtype and device of x.
+        residual: a tensor with the shape, dtype and device of x.
         bias: (C,), fp16, bf16, fp32 or fp64, or None. Usually the bias of the convolution that computed x.
         scale: factor of the sum. In diffusers it is 1 / output_scale_factor.
 
@@ -394,7 +394,7 @@ def cat_with_statistics(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         a: (N, Ca, *spatial), at least rank 3, fp16, bf16, fp32 or fp64.
-        b: (N, Cb, *spatial), the dtype and device of a.
+        b: (N, Cb, *spatial), in the dtype and on the device of a.
 
     Returns:
         (concatenation, statistics). The concatenation is (N, Ca + Cb, *spatial), channels-last if a is, else

@@ -122,8 +122,8 @@ def upsample_conv2d(
 
     Args:
         x: (N, C_in, H, W).
-        weight: (C_out, C_in, 3, 3), the dtype and device of x.
-        bias: (C_out,), the dtype and device of x, or None.
+        weight: (C_out, C_in, 3, 3), in the dtype and on the device of x.
+        bias: (C_out,), in the dtype and on the device of x, or None.
         with_statistics: True to return also the mean and the sum of squared deviations of each channel of the
             result, for ``sdfastgn.group_norm(y, ..., statistics=...)``.
 

@@ -46,8 +46,8 @@ def _two_phases(w0, w1, w2):
     """Computes along one axis the weights with which two 2-tap convolutions replace one 3-tap convolution.
 
     w0, w1 and w2 are the weights of a convolution of the upsampled x, in which pixel h of x has become the
-    pixels 2h and 2h + 1. Returns 4 values: the weights of the pixels h - 1 and h of x for
-    the result's pixel 2h, then the weights of the pixels h and h + 1 of x for the result's pixel 2h + 1.
+    pixels 2h and 2h + 1. Returns 4 values: the weights of the pixels h - 1 and h of x for the result's pixel
+    2h, then the weights of the pixels h and h + 1 of x for the result's pixel 2h + 1.
     """
     return w0, w1 + w2, w0 + w1, w2
 
@@ -272,7 +272,7 @@ def launch_phase_weights(weight: Tensor, phases: Tensor) -> None:
 def statistics_chunks(y: Tensor) -> int:
     """The number of chunks P of the statistics (2, N, P, C_out) that ``launch_interleave`` computes.
 
-    ``y``: the (N, C_out, 2H, 2W) tensor whose statistics they are.
+    ``y``: the convolution's result, (N, C_out, 2H, 2W).
     """
     N, C, H, W = map(int, y.shape)
     return statistics_config(N, C, H * W, True, gpu.num_sms(y.device), kind="write").chunks
