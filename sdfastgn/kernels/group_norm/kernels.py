@@ -193,8 +193,7 @@ def small_kernel(
         d = tl.where(mask, difference(x, shift, pivot), 0.0)
         if TAIL:
             tail_d = tl.where(tail_mask, difference(tail_x, tail_shift, pivot), 0.0)
-    # The mean is subtracted from d by an explicit fma. Otherwise ptxas may compute the difference in another
-    # way in calls that also store the mean, and y would get other bits.
+    # Without the explicit fma, ptxas may give y other bits in calls that also store the mean.
     if EXACT and not TAIL:
         total = tile_sum(d)
         d = tl.where(mask, tl.fma(total, -share, d), 0.0)
@@ -211,9 +210,7 @@ def small_kernel(
             tail_d = tl.where(tail_mask, tl.fma(total, -share, tail_d), 0.0)
         mean = total * share
         variance = tl.fma(mean, -mean, square * share)
-        # The variance above is a difference of two numbers. If the pivot is far from the mean, both numbers
-        # are large, and the difference is inexact, or is inf - inf. Then the variance is computed again from
-        # squared deviations.
+        # If the pivot is far from the mean, the variance above is inexact, or NaN. It is then computed again.
         again = (mean * mean > _FAR * variance) | (square == float("inf"))
         if EXACT:
             again = True
@@ -285,8 +282,8 @@ def channels_kernel(
         pivot = mean_as_pivot(pivot, total, share)
         d = tl.where(mask, difference(x, shift, pivot), 0.0)
         total = channel_sum(d)
-    # Subtracts the mean from d. The fma is explicit, as in ``small_kernel``: otherwise ptxas may compute the
-    # difference in another way in calls that also store the mean, and y would get other bits.
+    # Subtracts the mean from d. Without the explicit fma, ptxas may give y other bits in calls that also
+    # store the mean.
     d = tl.where(mask, tl.fma(total, -share, d), 0.0)
     variance = channel_sum(d * d) * share
     rstd = inverse_deviation(variance, eps)
@@ -420,8 +417,7 @@ def merge_kernel(
         d, part_m2, weight, total = _differences(
             base, plane, chunks, rows, HW, c, in_range, to_pivot, C, EACH_CHANNEL, LOOP, BLOCK_P
         )
-    # The fma is explicit, as in ``small_kernel``: otherwise ptxas may compute the difference in another way
-    # in calls that also store the mean, and y would get other bits.
+    # Without the explicit fma, ptxas may give the results other bits in calls that also store the mean.
     d = tl.fma(total, -share, d)
     m2 = part_m2 + d * d * weight
     if LOOP:

@@ -245,8 +245,7 @@ def _statistics_kernel(
     TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
     REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
     C = multiple_of(C, C_FACTOR)
-    # If y is not a concatenation, HEAD equals C. With this line the compiler knows that x and y have the same
-    # offsets.
+    # Without a second tensor, HEAD equals C. So the compiler knows that x and y have the same offsets.
     HEAD = C if tail_ptr is None else multiple_of(HEAD, C_FACTOR)
     x_step = HEAD if CHANNELS_LAST else 1
     y_step = C if CHANNELS_LAST else 1
@@ -266,8 +265,7 @@ def _statistics_kernel(
         y_ptr += first * y_step
     count = tl.maximum(tl.minimum(rows, HW - chunk.to(tl.int64) * rows), 0).to(tl.int32)
     if PDL:
-        # This kernel first waits until x is complete, and then lets the next kernel start. So the next kernel
-        # may read x at once.
+        # The next kernel may start only when x is complete. So the next kernel may read x at once.
         gdc_wait()
         gdc_launch_dependents()
     bias = _bias(bias_ptr, n * C + c if SAMPLE_BIAS else c, c < C * biased)
