@@ -25,10 +25,10 @@ _SIDE_BY_SIDE = 64
 # Maximum number of elements of a program, with sizes rounded up to powers of 2, if one launch does everything
 # (``small_config``). With more elements, several launches are faster.
 _SMALL_MAX_ELEMENTS = 16384
-# The same maximum for a forward of one launch with few programs: at most one for each multiprocessor, and at
-# least one for every ``_SMALL_ALONE_PART`` multiprocessors. A program with this number of elements fills its
-# multiprocessor. Each thread has only 64 registers and spills some of them. This costs less time than several
-# launches, which read x twice.
+# Maximum number of elements of a program if one launch does everything, for a forward with few programs: at
+# most one for each multiprocessor, and at least one for every ``_SMALL_ALONE_PART`` multiprocessors. A
+# program with this number of elements fills its multiprocessor. Each thread has only 64 registers and spills
+# some of them. This costs less time than several launches, which read x twice.
 _SMALL_MAX_ALONE = 32768
 _SMALL_ALONE_PART = 3
 # Maximum number of elements of x in a program of a backward that is a single launch (``small_config``). It is

@@ -42,7 +42,7 @@ class GegluCall(NamedTuple):
     """The arguments of the op ``sdfastgn::geglu``, and ``quantizer``.
 
     ``quantizer``, which has the scale for an output in E4M3, is not an argument of the op. Calls with a
-    quantizer go to the kernels without the op.
+    quantizer run without the op.
     """
 
     x: Annotated[Tensor, Operand("(..., 2D)", whole=even_rows)]

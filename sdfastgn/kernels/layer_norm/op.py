@@ -51,7 +51,7 @@ class LayerNormCall(NamedTuple):
     """The arguments of the op ``sdfastgn::layer_norm``, and ``quantizer``.
 
     ``quantizer``, which has the scale for an output in E4M3, is not an argument of the op. Calls with a
-    quantizer go to the kernels without the op.
+    quantizer run without the op.
     """
 
     x: Annotated[Tensor, Operand("(..., D)", whole=even_rows)]
@@ -70,7 +70,7 @@ class LayerNormCall(NamedTuple):
 class AddCall(NamedTuple):
     """The arguments of the op ``sdfastgn::add_layer_norm``, and ``total_bias`` and ``quantizer``.
 
-    These two are not arguments of the op. Calls that have one of them go to the kernels without the op.
+    These two are not arguments of the op. Only the kernels take them, in calls that run without the op.
     ``total_bias`` is added only to the returned sum. ``quantizer`` has the scale for an output in E4M3.
     """
 
