@@ -35,8 +35,8 @@ _AsX = Operand(whole=like_x)
 class BatchNormGradCall(NamedTuple):
     """The arguments of the op ``sdfastgn::batch_norm_backward``, in its schema's order.
 
-    mean and var are of the batch if ``training``, else the running averages. Without an activation
-    the residual is None: its gradient is then dy, and no other gradient depends on it.
+    mean and var are those of the batch if ``training``, else the running averages. If there is no activation,
+    the residual is None, because its gradient is then dy, and no other gradient depends on it.
     """
 
     # dy and x: (N, C, *spatial)
@@ -59,11 +59,11 @@ class BatchNormGradCall(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What a process needs for dx if several processes share the statistics of a batch.
+    """The data from other processes that dx depends on, if several processes share the statistics of a batch.
 
     Attributes:
         positions: number of values of a channel in all processes.
-        total: function (dweight, dbias) -> the sums of dweight and of dbias over all processes.
+        total: function that takes dweight and dbias, and returns the sums of both over all processes.
     """
 
     positions: int

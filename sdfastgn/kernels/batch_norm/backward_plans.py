@@ -22,9 +22,10 @@ from sdfastgn.kernels.statistics.config import statistics_config
 
 
 class BatchNormGradPlan:
-    """The launches for calls with equal shapes, strides, dtypes and options.
+    """The launches of BatchNorm's backward for calls with equal shapes, strides, dtypes and options.
 
-    They are ``small`` alone, or any of ``sums``, ``merge`` and ``apply``.
+    There is either one launch, ``small``, or there are up to three launches: ``sums``, ``merge`` and
+    ``apply``. A launch is left out if the wanted gradients do not need it.
 
     dz is the gradient of the activation's argument. It is also the gradient of the residual.
 
@@ -40,7 +41,7 @@ class BatchNormGradPlan:
     __slots__ = ("apply", "merge", "partials", "reads_dz", "small", "sums")
 
     def __init__(self, call: BatchNormGradCall, count: int | None = None) -> None:
-        """Plan the launches.
+        """Prepares the launches.
 
         ``count``: number of values of a channel in all processes. None if one process has the whole batch.
         """
@@ -65,7 +66,8 @@ class BatchNormGradPlan:
         small = small_config(rows, C, sms, backward=True)
         if small is not None and count is None and (needs_sums or call.dresidual):
             # GroupNorm's kernel gets the whole batch as one sample, declared as channels-last. If x is
-            # channels-first, the constant ``IMAGE`` is set, and the kernel computes other offsets.
+            # channels-first, the kernel also gets the number of positions of an image as the constant
+            # ``IMAGE``, and computes channels-first offsets with it.
             sizes = sizes._replace(N=1, C=C, HW=x.numel() // C, channels_last=True, dy_last=True)
             self.small = small_grad_launch(
                 call, sizes, small, 0, rows.image, call.eps, in_eval=not call.training
@@ -130,7 +132,7 @@ class BatchNormGradPlan:
 
 
 def _sizes(call: BatchNormGradCall, rows: Rows) -> Sizes:
-    """The sizes for planning launches of GroupNorm's kernels. Each channel is a group."""
+    """The sizes from which launches of GroupNorm's kernels are prepared. Each channel is a group."""
     last, pdl = rows.channels_last, gpu.has_programmatic_launch(call.x.device)
     no_strides = {f"{name}_stride": 0 for name in ("shift", "ada_scale", "ada_shift")}
     return Sizes(*rows.shape, 1, last, last, pdl, no_strides, shift_grad=False)
@@ -150,7 +152,8 @@ def _apply(call: BatchNormGradCall, rows: Rows, count: int, *, behind: bool, rea
     """The launch that computes dx.
 
     ``count``: number of values of a channel. ``behind``: True if the sums kernel runs before this launch.
-    ``reads_dz``: as in ``BatchNormGradPlan``.
+    ``reads_dz``: True if the launch reads dz, the gradient of the activation's argument, instead of dy and
+    the residual.
     """
     blocks = apply_config(*rows.shape, rows.channels_last, gpu.num_sms(call.x.device), backward=True)
     tiles, reading = tiles_of(call, rows, blocks)

@@ -1,6 +1,7 @@
 """The launch configurations of BatchNorm's kernels: pure functions of sizes.
 
-``batch_norm/kernels.py`` explains the *small* way and the *split* way to launch kernels.
+There are two ways to launch the kernels: one launch for small x, or several launches.
+``batch_norm/kernels.py`` explains both.
 """
 
 from __future__ import annotations
@@ -14,38 +15,39 @@ from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_conf
 
 # Number of 16-bit elements in a load of 16 bytes.
 _LOADED = 8
-# Maximum number of columns of a row (``Rows``) that has several positions. It is the number of columns of a
-# warp's tile in the statistics kernel. Each column gives a partial result of its channel, so more columns
-# would mean more results to merge.
+# Maximum number of columns of a row that has several positions of a channels-last x (``Rows``). It is the
+# number of columns of a warp's tile in the statistics kernel. Each column gives a partial result of its
+# channel, so more columns would mean more results to merge.
 _SIDE_BY_SIDE = 64
 
 # --- small: a program holds all positions of a few channels in registers
 
-# Maximum number of elements, padded to powers of 2, of a program of the small way, which is a single launch.
-# With more, the several launches of the split way are faster.
+# Maximum number of elements of a program, with sizes rounded up to powers of 2, if one launch does everything
+# (``small_config``). With more elements, several launches are faster.
 _SMALL_MAX_ELEMENTS = 16384
-# Maximum number of elements of a program of the small way, for a forward with few programs. There are few if
-# there is at most one for each multiprocessor, and at least one for every ``_SMALL_ALONE_PART``
-# multiprocessors. A program of this size fills its multiprocessor. Each thread has only 64 registers and
-# spills some of them, but this costs less time than reading x a second time, as the split way does.
+# Maximum number of elements of a program if one launch does everything, for a forward with few programs: at
+# most one for each multiprocessor, and at least one for every ``_SMALL_ALONE_PART`` multiprocessors. A
+# program with this number of elements fills its multiprocessor. Each thread has only 64 registers and spills
+# some of them. This costs less time than several launches, which read x twice.
 _SMALL_MAX_ALONE = 32768
 _SMALL_ALONE_PART = 3
-# Maximum number of elements of x in a program of the small way in a backward. It is smaller than in the
-# forward, because registers hold both x and dy. It does not apply to small channels-first images
-# (``small_config``).
+# Maximum number of elements of x in a program of a backward that is a single launch (``small_config``). It is
+# smaller than in the forward, because registers hold both x and dy. It does not apply to small channels-first
+# images.
 _SMALL_BACKWARD_MAX_ELEMENTS = 8192
-# Channels of a channels-last program of the small way. In 16 bits they are a whole 32-byte sector of memory.
-# A channels-first program has one channel, whose positions are contiguous.
+# Channels of a channels-last program if one launch does everything (``small_config``). With 16 bits each,
+# these channels are a whole 32-byte sector of memory. A channels-first program has one channel, whose
+# positions are contiguous.
 _SMALL_CHANNELS_LAST = 16
-# Number of elements for each warp of the small way: 32 for each lane.
+# Number of elements for each warp if one launch does everything (``small_config``): 32 for each lane.
 _SMALL_PER_WARP = 1024
 
 # --- merge
 
-# Maximum number of channels of a program of a merge kernel. In fp32 they are a whole 32-byte sector of
-# memory.
+# Maximum number of channels of a program of a merge kernel, which combines all partial results of a channel.
+# In fp32 these channels are a whole 32-byte sector of memory.
 _MERGE_CHANNELS = 8
-# Minimum number of channels of a program of a merge kernel, for channels with many partial results.
+# Minimum number of channels of a program of a merge kernel, if channels have many partial results.
 _MERGE_MIN_CHANNELS = 2
 # Maximum number of elements of a merge kernel's tile of (partial results, channels). A program that needs
 # several tiles waits for memory at each tile.
@@ -59,13 +61,13 @@ MERGED_AT_ONCE = _MERGE_TILE // _MERGE_CHANNELS
 
 
 class Rows(NamedTuple):
-    """How the kernels see x: ``samples`` samples of ``rows`` rows of ``width`` columns.
+    """The sizes with which the kernels index x: ``samples`` samples of ``rows`` rows of ``width`` columns.
 
-    Channels-last: the positions of all samples are contiguous, so the whole batch is one sample. If the
-    channels of a position are not a whole number of 16-byte loads, a row has ``width // C`` neighboring
+    If x is channels-last, the positions of all samples are contiguous, so the whole batch is one sample. If
+    the channels of a position are not a whole number of 16-byte loads, a row has ``width // C`` neighboring
     positions, so that longer loads fit.
 
-    Channels-first: a row is a position, and a column is a channel.
+    If x is channels-first, a row is a position, and a column is a channel.
     """
 
     samples: int
@@ -75,7 +77,7 @@ class Rows(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The (N, C, HW) of a tensor with these samples, columns and rows."""
+        """The sizes (N, C, HW) of a tensor with this number of samples, columns and rows."""
         return self.samples, self.width, self.rows
 
     @property
@@ -85,7 +87,7 @@ class Rows(NamedTuple):
 
 
 def as_rows(N: int, C: int, HW: int, channels_last: bool) -> Rows:
-    """Computes how kernels see a tensor (N, C, HW) without gaps as samples, rows and columns."""
+    """Computes the numbers of samples, rows and columns for a tensor (N, C, HW) without gaps (``Rows``)."""
     if not channels_last and HW > 1:
         return Rows(N, HW, C, False)
     positions, together = N * HW, 1
@@ -117,16 +119,17 @@ def moments_config(rows: Rows, C: int, num_sms: int) -> StatisticsConfig:
 
 
 def small_config(rows: Rows, C: int, num_sms: int, *, backward: bool = False) -> SmallConfig | None:
-    """The configuration of the small way: one launch, in which a program has all positions of some channels.
+    """The configuration of a single launch, in which a program has all positions of some channels.
 
-    The result's ``block`` is the number of these channels. None if the split way, with its several launches,
-    is faster, or if x is too large for int32 offsets.
+    The result's ``block`` is the number of these channels. None if several launches are faster, or if x is
+    too large for int32 offsets.
     """
     positions = rows.samples * rows.rows * rows.width // C
     block = min(next_power_of_2(C), _SMALL_CHANNELS_LAST) if rows.channels_last else 1
     outer, most = next_power_of_2(positions), _SMALL_MAX_ELEMENTS
-    # In channels-first, the split way uses a warp for each channel of each image, which is slow if images are
-    # small. For small images the small way is therefore faster up to a larger number of elements.
+    # If x is channels-first, the statistics kernel of the alternative with several launches uses a warp for
+    # each channel of each image, which is slow if images are small. For small images the single launch is
+    # therefore faster up to a larger number of elements.
     has_short_rows = not rows.channels_last and rows.rows < WARP_LOAD
     if backward and not has_short_rows:
         most = _SMALL_BACKWARD_MAX_ELEMENTS

@@ -7,7 +7,7 @@ On a GPU the kernel of ``fold_kernels.py`` runs, if the weight is contiguous or 
 tensors are contiguous, in fp16, bf16 or fp32. Otherwise, or if the kernel cannot be compiled,
 ``reference_fold`` runs.
 
-Numerics: fp64. The kernel rounds to fp32 before it rounds to half precision.
+Numerics: all arithmetic is fp64. The kernel rounds to fp32 before it rounds to half precision.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Folded(NamedTuple):
     """The tensors of a convolution and of the norm after it. All are on one device.
 
     Attributes:
-        weight, bias: of the convolution.
+        weight, bias: parameters of the convolution.
         scale, offset: weight and bias of the norm.
-        mean, var: its running averages.
+        mean, var: running averages of the norm.
     """
 
     weight: Tensor
@@ -45,7 +45,10 @@ class Folded(NamedTuple):
 
 @torch.no_grad()
 def fold_batch_norm(parts: Folded, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (weight, bias) of the folded convolution, in the dtype of its weight. Grad: none."""
+    """Returns weight and bias of a convolution that computes the given convolution and the norm after it.
+
+    Both have the dtype of the given weight. Grad: none.
+    """
     weight, vectors = parts.weight, parts[1:]
     if not (
         dispatch.runs_in_triton(weight)
@@ -60,7 +63,7 @@ def fold_batch_norm(parts: Folded, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def reference_fold(parts: Folded, eps: float) -> tuple[Tensor, Tensor]:
-    """``fold_batch_norm`` in plain PyTorch."""
+    """Computes ``fold_batch_norm`` in plain PyTorch."""
     weight, bias, scale, offset, mean, var = parts
     factor = torch.rsqrt(var.double() + eps)
     factor = factor if scale is None else factor * scale.double()
@@ -72,7 +75,7 @@ def reference_fold(parts: Folded, eps: float) -> tuple[Tensor, Tensor]:
 
 @dispatch.kernels_of("fold_batch_norm")
 def _launched(weight: Tensor, parts: Folded, eps: float) -> tuple[Tensor, Tensor]:
-    """``fold_batch_norm`` by the kernel."""
+    """Computes ``fold_batch_norm`` by the Triton kernel."""
     folded, shift = torch.empty_like(weight), weight.new_empty(len(weight))
     kinds = tuple(None if t is None else t.dtype for t in parts)
     _launch(kinds, weight.shape, weight.device, eps).run(*parts, folded, shift)
@@ -81,7 +84,10 @@ def _launched(weight: Tensor, parts: Folded, eps: float) -> tuple[Tensor, Tensor
 
 @functools.lru_cache(maxsize=1024)
 def _launch(kinds: tuple[Any, ...], shape: torch.Size, device: torch.device, eps: float) -> Launch:
-    """``kinds``: the dtypes of the tensors in ``Folded``. A ``Launch`` is for one combination of them."""
+    """Prepares the launch of the kernel, once for each combination of dtypes, shape, device and ``eps``.
+
+    ``kinds``: the dtypes of the tensors in ``Folded``, or None for missing tensors.
+    """
     from sdfastgn.kernels.batch_norm.fold_kernels import fold_kernel
 
     return Launch(fold_kernel, shape[0], _WARPS, columns=shape[1:].numel(), eps=eps, BLOCK=_BLOCK)

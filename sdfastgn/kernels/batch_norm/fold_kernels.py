@@ -11,10 +11,13 @@ def fold_kernel(
     weight_ptr, bias_ptr, scale_ptr, offset_ptr, mean_ptr, var_ptr, folded_ptr, shift_ptr, columns, eps,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program folds the weights of one output channel, a row of ``columns`` numbers.
+    """A program multiplies the weights of one output channel by BatchNorm's factor for that channel.
 
-    bias, scale and offset may be None. Numerics: fp64, rounded to fp32 and to the dtype of the weight at the
-    stores. Values of bf16 take this way, because the interpreter cannot convert between bf16 and fp64.
+    These weights are a row of ``columns`` numbers. The program also computes the channel's new bias. bias,
+    scale and offset may be None.
+
+    Numerics: the kernel computes in fp64. It loads and stores by way of fp32, because Triton's interpreter
+    cannot convert between bf16 and fp64.
     """
     row = tl.program_id(0)
     factor = 1.0 / tl.sqrt(tl.load(var_ptr + row).to(tl.float32).to(tl.float64) + eps)

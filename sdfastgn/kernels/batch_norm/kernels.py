@@ -11,8 +11,8 @@ Pointers have the same meaning in all kernels. ``residual``, ``weight``, ``bias`
 
 - ``x``, ``residual``, ``y``: the input, the tensor that is added before the activation, and the output, all
   in the same layout;
-- ``mean``, ``var``: (C,), of the batch in fp32, or the running averages in their dtype. ``var`` is biased if
-  it is of the batch;
+- ``mean``, ``var``: (C,), mean and biased variance of the batch in fp32, or the running averages in their own
+  dtype;
 - ``weight``, ``bias``: (C,);
 - ``running_mean``, ``running_var``: (C,), updated in place;
 - ``dy``, ``dx``: gradients of y and x, in the layout of x;
@@ -23,25 +23,27 @@ Pointers have the same meaning in all kernels. ``residual``, ``weight``, ``bias`
   ``batch_apply_grad_kernel`` gets None for both if mean and var are running averages, because dx then does
   not depend on the sums.
 
-There are two ways to launch the kernels. ``small_config`` chooses one. In both, the batch is one sample of
-GroupNorm, and each channel is a group:
+There are two ways to launch the kernels. ``small_config`` chooses one. In both, GroupNorm's kernels get the
+whole batch as one sample, and each channel as a group:
 
 - *small*, one launch: ``channels_kernel`` or ``small_grad_kernel`` of GroupNorm holds all positions of a few
   channels in registers;
 - *split*: in the forward, the kernel of ``statistics/kernels.py`` and GroupNorm's ``merge_kernel`` compute
   mean and var, and ``batch_apply_kernel`` normalizes. In the backward, GroupNorm's ``sums_kernel`` and
   ``batch_merge_sums_kernel`` compute two sums for each channel, and ``batch_apply_grad_kernel`` computes dx.
-  If mean and var are running averages, the apply kernels can run alone. That is why they read mean and var,
-  and not the table of scales that GroupNorm's merge writes.
+  If mean and var are running averages, ``batch_apply_kernel`` and ``batch_apply_grad_kernel`` can run alone.
+  That is why these two kernels read mean and var, and not a table of scales, as GroupNorm's kernel does.
 
 If the gradient of the residual is wanted, ``sums_kernel`` stores dz. ``batch_apply_grad_kernel`` then reads
 dz instead of dy and the residual, unless the residual's dtype cannot hold all values of the dtype of x.
 
-Programmatic dependent launch works as in ``group_norm/kernels.py``. The apply kernels read x, dy and the
-residual before their wait (``AHEAD``) if an earlier kernel of the same call has waited for these tensors.
+With programmatic dependent launch (``PDL``) a kernel starts while the kernel before it still runs, and calls
+``gdc_wait`` before it reads what that kernel writes. ``batch_apply_kernel`` and ``batch_apply_grad_kernel``
+read x, dy and the residual before ``gdc_wait`` (``AHEAD``) if an earlier kernel of the same call has waited
+for these tensors.
 
-Numerics: fp32, and each result is rounded once at its store. If ``batch_apply_grad_kernel`` reads dz, dz has
-been rounded before. Sums have a fixed order and no atomics.
+Numerics: the kernels compute in fp32, and round each result once when they store it. If
+``batch_apply_grad_kernel`` reads dz, dz has been rounded before. Sums have a fixed order and no atomics.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ def batch_apply_kernel(
 ):  # fmt: skip
     """A program computes y for ``BLOCK_C`` columns at ``BLOCK_HW`` rows.
 
-    Usually a row is a position, and a column is a channel (``Rows`` in ``batch_norm/config.py``).
+    Usually a row is a position, and a column is a channel. In some channels-last tensors a row is several
+    neighboring positions (``Rows`` in ``batch_norm/config.py``).
 
     The first ``AVERAGE_PROGRAMS`` programs compute no y. Each of them updates the running averages of
     ``BLOCK_C`` channels. A program that computes y has no registers left for this.
@@ -88,7 +91,7 @@ def batch_apply_kernel(
         WIDTH: number of columns.
         EVEN: True if no element is masked.
         AHEAD: True if x and the residual are read before ``gdc_wait``.
-        HW_FACTOR: a divisor of HW, for ``multiple_of``.
+        HW_FACTOR: a divisor of HW. It tells the compiler how loads are aligned.
     """
     if tl.program_id(0) < AVERAGE_PROGRAMS:
         c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -134,7 +137,8 @@ def batch_merge_sums_kernel(
 ):  # fmt: skip
     """A program adds up the chunks' sums of dz, or of dz * xhat, for ``BLOCK_C`` channels.
 
-    ``partials``: P, the number of chunks.
+    dz is the gradient of the activation's argument, xhat the normalized x. ``partials``: P, the number of
+    chunks of a channel.
     """
     c = tl.program_id(0) // 2 * BLOCK_C + tl.arange(0, BLOCK_C)
     if PDL:
@@ -155,12 +159,13 @@ def batch_apply_grad_kernel(
     HW_FACTOR: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A program computes dx for ``BLOCK_C`` columns at ``BLOCK_HW`` rows, as in ``batch_apply_kernel``.
+    """A program computes dx for ``BLOCK_C`` columns at ``BLOCK_HW`` rows.
 
-    dx is scale * (dz - dbias / positions - xhat * dweight / positions), or scale * dz if ``dweight`` is None,
-    with scale = weight / sqrt(var + eps). Numbers and constants are as in ``batch_apply_kernel``.
+    With scale = weight / sqrt(var + eps), dx is scale * (dz - dbias / positions - xhat * dweight /
+    positions), or scale * dz if ``dweight`` is None. Rows, columns, numbers and constants mean the same as in
+    ``batch_apply_kernel``.
     """
-    # The first programs take the last rows, which the sums kernel has left in L2.
+    # The first programs take the last rows, which ``sums_kernel`` has left in L2.
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     if not CHANNELS_LAST:
         HW = multiple_of(HW, HW_FACTOR)

@@ -30,7 +30,8 @@ from sdfastgn.kernels.common.op import PlannedOp
 from sdfastgn.kernels.common.plan_cache import named
 
 _PerChannel = Annotated[Tensor | None, Operand("(C,)")]
-# Annotation of a tensor that is updated in place. It is never copied, because a copy's update would be lost.
+# Type of the arguments running_mean and running_var, which are updated in place. ``whole=None`` says that
+# they are never copied to another layout, because an update of the copy would be lost.
 _Running = Annotated[Tensor | None, Operand("(C,)", whole=None)]
 
 
@@ -55,9 +56,10 @@ class BatchNormCall(NamedTuple):
 
 
 def reference_batch_norm(call: BatchNormCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes (y, mean, var) in plain PyTorch. It does not update the running averages.
+    """Computes BatchNorm in plain PyTorch, and does not update the running averages.
 
-    mean and var are of the batch, (C,), or of size 0 if ``call`` gives them.
+    Returns y, and mean and variance of the batch, (C,). If ``call`` gives mean and variance, the two returned
+    ones have size 0.
     """
     x, residual = call.x, call.residual
     if x.numel() == 0:
@@ -111,8 +113,9 @@ def _check(name: str, call: BatchNormCall) -> None:
         )
 
 
-# Checks the call of one process of a group. Unlike in ``_check``, the process may have only one value of each
-# channel, because mean and variance are taken over the values of all processes.
+# Checks a call in one of several processes that share the statistics of a batch. Unlike in ``_check``, the
+# process may have only one value of each channel, because mean and variance are computed from the values of
+# all processes.
 check_share = checks_of(BatchNormCall, lambda name, call: None)
 
 
@@ -144,7 +147,7 @@ def batch_norm_call(
     activation: str,
     residual: Tensor | None,
 ) -> BatchNormCall:
-    """Makes the call for the arguments of ``batch_norm``. Does not check tensors and activation."""
+    """Makes a ``BatchNormCall`` for the arguments of ``batch_norm``, but checks no tensors or activation."""
     if type(eps) is not float or type(momentum) is not float or type(training) is not bool:
         check_input(name, "x", x)
         eps, momentum = as_eps(name, eps), as_float(name, "momentum", momentum)
@@ -163,10 +166,10 @@ def batch_norm_call(
 
 
 def normalize(name: str, call: BatchNormCall, *, fused: bool = True) -> Tensor:
-    """Returns y of ``call``, and updates the running averages.
+    """Computes y for ``call``, and updates the running averages.
 
     If ``fused`` is True, the kernels update the running averages where possible. Otherwise PyTorch's own ops
-    do.
+    update them.
     """
     running = call.running_mean, call.running_var
     if call.running_mean is None:
@@ -179,8 +182,9 @@ def normalize(name: str, call: BatchNormCall, *, fused: bool = True) -> Tensor:
         # torch.compile cannot trace ``_replace`` before PyTorch 2.9.
         operands = call.x, call.weight, call.bias, call.residual, call.mean, call.var
         y, mean, var = BATCH_NORM(BatchNormCall(*operands, call.eps, 0.0, call.activation), name)
-    # If a kernel could not be compiled, the op is off now, and the call ran in plain PyTorch, which does not
-    # update the running averages. So they are updated here.
+    # If a kernel could not be compiled, sdfastgn has turned the op off, and ``reference_batch_norm`` has
+    # computed y in plain PyTorch. That function does not update the running averages, so they are updated
+    # here.
     if not fused or dispatch.is_op_off("batch_norm", call.x):
         _update_running(call, mean, var)
     return y
@@ -231,8 +235,8 @@ def batch_norm(
             unbiased variance. If ``training`` is False, x is normalized with them, and they must be given.
         weight, bias: (C,) or None, independently of each other.
         training: True if x is normalized with mean and variance of this batch.
-        momentum: weight of this batch in the running averages, from 0 to 1. The first call with each value
-            makes a new plan, which takes longer.
+        momentum: weight of this batch in the running averages, from 0 to 1. The first call with each new
+            value takes longer, because the kernels' launches are prepared again.
         eps: added to the variance. A number of Python or NumPy, or a tensor without dimensions.
         activation: a key of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
         residual: a tensor of the shape of x that is added before the activation, or None.

@@ -20,14 +20,14 @@ from sdfastgn.kernels.common.layout import (
 
 
 def per_channel(t: Tensor, x: Tensor) -> Tensor:
-    """(C,) -> (1, C, 1, ...), which broadcasts to the shape of ``x``, in fp32 or fp64."""
+    """Reshapes ``t`` from (C,) to (1, C, 1, ...), which broadcasts to ``x``, and casts it to fp32 or fp64."""
     return t.to(torch.promote_types(x.dtype, torch.float32)).reshape(1, -1, *[1] * (x.dim() - 2))
 
 
 def centered(x: Tensor, mean: Tensor | None, var: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes (x - mean, mean, variance). If mean or var is None, both are computed from the batch.
+    """Returns x - mean, the mean and the variance. If ``mean`` or ``var`` is None, both are computed from x.
 
-    ``mean``, ``var``: (C,) or None. The results mean and variance are (1, C, 1, ...).
+    ``mean``, ``var``: (C,) or None. The returned mean and variance have the shape (1, C, 1, ...).
     """
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     if mean is not None and var is not None:
@@ -47,13 +47,16 @@ def centered(x: Tensor, mean: Tensor | None, var: Tensor | None) -> tuple[Tensor
 
 
 def empty_moments(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Uninitialized memory for mean and variance: (size,) in fp32, or in fp64 for fp64 input."""
+    """Returns uninitialized memory for mean and variance: (size,) in fp32, or in fp64 for fp64 input."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return x.new_empty(size, dtype=dtype), x.new_empty(size, dtype=dtype)
 
 
 def like_x(t: Tensor, call: Any) -> Tensor:
-    """Returns ``t``, which has the shape of x, in the layout of ``dense(call.x)``. Copies it if needed."""
+    """Returns ``t``, which has the shape of x, in the layout that x has when it is made dense.
+
+    That is channels-last or channels-first. ``t`` is copied if it has another layout.
+    """
     is_last = dense_is_channels_last(call.x)
     if is_channels_last(t) if is_last else is_channels_first(t):
         return t

@@ -22,17 +22,18 @@ from sdfastgn.kernels.group_norm.op import NO_MORE, GroupNormCall
 from sdfastgn.kernels.group_norm.plans import merge_launch, pairs_of, small_launch
 from sdfastgn.kernels.statistics.kernels import StatisticsLaunch
 
-# What GroupNorm's kernels get for shift, ada_scale and ada_shift, operands that BatchNorm does not have.
+# The pointers shift, ada_scale and ada_shift of GroupNorm's kernels, if BatchNorm launches them. BatchNorm
+# does not have these operands.
 NO_OPERANDS = (None, None, None)
 
 
 def rows_of(x: Tensor) -> Rows:
-    """How kernels see ``dense(x)`` as samples, rows and columns."""
+    """The numbers of samples, rows and columns with which kernels index x, or the dense copy of x."""
     return as_rows(x.shape[0], x.shape[1], math.prod(x.shape[2:]), dense_is_channels_last(x))
 
 
 def _one_sample(x: Tensor, eps: float, activation: str) -> GroupNormCall:
-    """A GroupNorm call for planning launches of GroupNorm's kernels, with a tensor that has no data.
+    """Makes a GroupNorm call from which launches of GroupNorm's kernels are prepared. Its x has no data.
 
     The batch is one sample (1, C, N * HW), and each channel is a group.
     """
@@ -42,7 +43,10 @@ def _one_sample(x: Tensor, eps: float, activation: str) -> GroupNormCall:
 
 
 class Moments:
-    """The two launches that compute mean and variance of each channel of x: statistics and merge."""
+    """The two launches that compute mean and variance of each channel of x.
+
+    The first computes statistics of chunks of positions, the second merges them.
+    """
 
     __slots__ = ("C", "_merge", "_statistics")
 
@@ -52,13 +56,17 @@ class Moments:
         like_rows = x.new_empty(()).expand(rows.shape)
         self._statistics = StatisticsLaunch(like_rows, rows.channels_last, config=config)
         partials = math.prod(self._statistics.shape[1:]) // self.C
-        # Without GroupNorm's table of scales, the merge only stores mean and variance, so eps has no effect.
+        # For BatchNorm, GroupNorm's ``merge_kernel`` stores only mean and variance, and no scales and
+        # offsets. The eps that it gets has therefore no effect.
         sample, no_table = _one_sample(x, 1.0, "identity"), {"table_offset": 0, "table_plane": 0}
         tile = merge_config(partials, self.C)
         self._merge = merge_launch(sample, sample.x.shape[2], partials, tile, no_table)
 
     def on_stream(self, stream: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes (mean, var) of ``x`` on ``stream`` of the current device. ``x`` must have no gaps."""
+        """Computes mean and variance of ``x`` on ``stream`` of the current device.
+
+        ``x`` must have no gaps in memory.
+        """
         statistics = torch.empty(self._statistics.shape, dtype=torch.float32, device=x.device)
         mean, var = empty_moments(x, self.C)
         self._statistics.on_stream(stream, x, statistics)
@@ -71,7 +79,7 @@ _moments: PlanCache[Moments] = PlanCache()
 
 @dispatch.kernels_of("batch_norm")
 def launch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes (mean, var) of each channel of ``x`` by Triton kernels. ``x`` must not be empty."""
+    """Computes mean and variance of each channel of ``x`` by Triton kernels. ``x`` must not be empty."""
     key = plan_key((x,))
     found = _moments.get(key)
     if found is None:
@@ -81,9 +89,10 @@ def launch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class BatchNormPlan:
-    """The launches for calls with equal shapes, strides, dtypes and options.
+    """The launches of ``batch_norm`` for calls with equal shapes, strides, dtypes and options.
 
-    They are ``small``, or ``moments`` and ``apply``, or ``apply`` alone if the call gives mean and var.
+    There is either one launch, ``small``, or the launches of ``moments``, which compute mean and variance,
+    and after them ``apply``, which computes y. If the call gives mean and var, there is only ``apply``.
 
     The last launch of a call updates the running averages. If a kernel cannot be compiled, the averages are
     unchanged, and the call can run again in plain PyTorch.
@@ -106,9 +115,9 @@ class BatchNormPlan:
         self.apply = _apply(call, rows)
 
     def run(self, call: BatchNormCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Launch, and return (y, mean, var) with mean and var of the batch.
+        """Launches the kernels, and returns y and mean and variance of the batch.
 
-        If the call gives mean and var, the results mean and var are None.
+        If the call gives mean and var, the returned mean and variance are None.
         """
         stream = gpu.stream_of(call.x)
         if stream is None:
@@ -143,9 +152,9 @@ def _apply(call: BatchNormCall, rows: Rows) -> Launch:
 
 
 def tiles_of(call: Any, rows: Rows, blocks: ApplyConfig) -> tuple[int, dict[str, Any]]:
-    """Computes the number of tiles of x, and arguments for the ``Launch`` of an apply kernel.
+    """Computes the number of tiles of x, and arguments that the apply kernels of forward and backward share.
 
-    Such a kernel has one program for each tile.
+    An apply kernel reads x and stores y or dx. It has one program for each tile.
     """
     programs = rows.samples * ceil_div(rows.width, blocks.block_c) * ceil_div(rows.rows, blocks.block_hw)
     return programs, {

@@ -40,8 +40,8 @@ def check_group(name: str, process_group: Any) -> None:
 def group_of(process_group: Any) -> Any:
     """The group whose processes share statistics, or None if this process uses its own statistics.
 
-    It uses its own if it is alone in the group or not in the group, if ``process_group`` is None, or if
-    torch.distributed is not initialized.
+    The process uses its own statistics if it is alone in the group or not in the group, if ``process_group``
+    is None, or if torch.distributed is not initialized.
     """
     if process_group is None or not (dist.is_available() and dist.is_initialized()):
         return None
@@ -50,7 +50,7 @@ def group_of(process_group: Any) -> Any:
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes (mean, var) (C,) of the samples of this process; zeros if this process has none."""
+    """Computes mean and variance, (C,), of the samples of this process, or zeros if it has no samples."""
     if x.numel() == 0:
         return x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
     if dispatch.runs_in_triton(x):
@@ -65,13 +65,13 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _moments_of_all(x: Tensor, group: Any) -> tuple[Tensor, Tensor, int]:
-    """Computes (mean, var, number of values of a channel) over all processes.
+    """Computes mean, variance and number of values of each channel over all processes of ``group``.
 
     All processes get the same bits.
     """
     C = x.shape[1]
     mean, var = _moments(x)
-    # fp64 holds every number of values exactly, and the rounding errors of the merge in fp64 are negligible.
+    # The number of values is exact in fp64, and the rounding errors of the merge in fp64 are negligible.
     own = torch.cat((mean.double(), var.double(), mean.new_full((1,), x.numel() // C).double()))
     every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, own, group=group)
@@ -131,7 +131,10 @@ class _InGroup(torch.autograd.Function):
 
 @torch.compiler.disable
 def normalize_in_group(name: str, call: BatchNormCall, group: Any) -> Tensor:
-    """``normalize`` of ``batch_norm/op.py``, but with mean and variance over all processes of ``group``."""
+    """Computes BatchNorm of ``call`` with mean and variance over all processes of ``group``.
+
+    Also updates the running averages of ``call``.
+    """
     check_share(name, call)
     y, mean, var, count = _InGroup.apply(call.x, call.weight, call.bias, call.residual, call, group)
     if count > 1:

@@ -31,8 +31,8 @@ def scaled(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes ||x||, xhat = x / max(||x||, eps) and z = xhat * scale * weight + bias for each position.
 
-    ||x|| is (N, 1, *spatial); xhat and z have the shape of x, (N, C, *spatial). All are fp32, or fp64 for
-    fp64 input.
+    ||x|| is the Euclidean norm of the channels of a position, of shape (N, 1, *spatial). xhat and z have the
+    shape of x, (N, C, *spatial). All three are fp32, or fp64 for fp64 input.
     """
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     norm = torch.linalg.vector_norm(u, dim=1, keepdim=True)

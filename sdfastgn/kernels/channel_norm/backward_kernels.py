@@ -1,9 +1,10 @@
 """The Triton kernel of the backward of ``channel_norm``. Its formula is in ``channel_norm/backward.py``.
 
-A program goes through one or several tiles of rows. For each tile it loads dy and x into registers and writes
-dx. In registers it also sums the wanted gradients of weight and bias over all rows of its tiles. At its end
-it writes these sums as fp32 partial sums. LayerNorm's ``_column_sum_kernel`` adds up the partial sums of all
-programs in a fixed order, without atomics, so each run gives the same bits.
+A *row* has the channels of one position. A program goes through one or several tiles of rows. For each tile
+it loads dy and x into registers and writes dx. In registers it also sums the wanted gradients of weight and
+bias over all rows of its tiles. At its end it writes these sums to memory as fp32 partial sums. LayerNorm's
+``_column_sum_kernel`` adds up the partial sums of all programs in a fixed order, without atomics, so each run
+gives the same bits.
 
 Tensors, in addition to the ones in ``channel_norm/kernels.py``: ``dy`` and ``dx`` (rows, C), contiguous;
 ``partials`` fp32 (2, programs, C). dx and partials may be None.

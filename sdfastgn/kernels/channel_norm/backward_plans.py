@@ -18,7 +18,7 @@ from sdfastgn.kernels.layer_norm.backward_kernels import _column_sum_kernel
 
 
 class ChannelNormGradPlan:
-    """The launches for one combination of shapes, dtypes, device, other arguments and wanted gradients.
+    """The launches of the backward for one combination of shapes, dtypes, device and other arguments.
 
     Attributes:
         grad: the launch that writes dx, and partial sums of the gradients of weight and bias.

@@ -1,6 +1,6 @@
 """The launch configurations of the kernels of ``channel_norm``: pure functions of sizes.
 
-The channels of one position are a row. Tiles of rows are chosen by the functions of ``layer_norm/config.py``.
+The channels of one position are a row. Functions of ``layer_norm/config.py`` choose the tiles of rows.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import replace
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 from sdfastgn.kernels.layer_norm.config import RowsConfig, backward_config, forward_config
 
-# Maximum number of elements of each thread if a warp has more rows than one of its load instructions reads.
-# It is half of LayerNorm's maximum, because the activation takes registers. LayerNorm has no activation.
+# Maximum number of elements of each thread if a warp has more rows than it reads with one load instruction.
+# This is half of LayerNorm's maximum, because the activation takes registers. LayerNorm has no activation.
 _GATHERED_PER_THREAD = 16
-# Maximum number of channels, padded to a power of 2, that a program of the forward keeps in registers.
+# Maximum number of channels, rounded up to a power of 2, that a program of the forward keeps in registers.
 _MAX_IN_REGISTERS = 16384
-# Maximum number of channels, padded to a power of 2, that a program of the backward keeps in registers.
+# Maximum number of channels, rounded up to a power of 2, that a program of the backward keeps in registers.
 # It is smaller than in the forward, because the backward also keeps sums over rows in registers.
 _MAX_WITH_SUMS = 8192
 
@@ -31,7 +31,7 @@ def fits_with_sums(C: int) -> bool:
 
 
 def rows_config(rows: int, C: int, itemsize: int, vector: int, num_sms: int) -> RowsConfig:
-    """The configuration of the forward for x (rows, C), with ``fits(C)`` True.
+    """The configuration of the forward for x (rows, C). C must be small enough for registers (``fits``).
 
     ``itemsize``: bytes of an element. ``vector``: number of elements that a thread loads at once.
     """
@@ -46,9 +46,9 @@ def rows_config(rows: int, C: int, itemsize: int, vector: int, num_sms: int) -> 
 
 
 def grad_config(rows: int, C: int, vector: int, num_sms: int, *, column_sums: bool) -> RowsConfig:
-    """The configuration of the backward for x (rows, C), with ``fits_with_sums(C)`` True.
+    """The configuration of the backward for x (rows, C). C must be small enough for ``fits_with_sums``.
 
-    ``column_sums``: True if the gradient of weight or bias is wanted. It is a sum over rows.
+    ``column_sums``: True if the gradient of weight or bias is wanted. Both gradients are sums over rows.
     """
     config = backward_config(rows, C, vector, num_sms, column_sums=column_sums)
     assert isinstance(config, RowsConfig)

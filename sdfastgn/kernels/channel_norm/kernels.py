@@ -3,10 +3,10 @@
 A *row* has the channels of one position. A program loads a tile of rows into registers, normalizes them, and
 writes the results. So one launch reads x once and writes y once.
 
-Tensors (all except x and y may be None):
+Tensors:
 
 - ``x``, ``y``: (rows, C), contiguous;
-- ``weight``, ``bias``: (C,).
+- ``weight``, ``bias``: (C,) or None.
 
 With programmatic dependent launch (``PDL``, from sm_90 on) the kernel starts while the previous kernel still
 runs. Before it accesses memory, it waits for the end of the previous kernel.
@@ -29,9 +29,9 @@ from sdfastgn.kernels.layer_norm.kernels import row_sum, tile_column, tile_row
 
 @triton.jit
 def divisor(x, eps, WIDE: tl.constexpr, added=0.0):
-    """Computes (the norm of each row, max(norm, eps)), where norm is sqrt(sum of squares + ``added``).
+    """Returns the norm of each row, which is sqrt(sum of squares + ``added``), and max(norm, eps).
 
-    ``x``: a tile whose padding must be 0.
+    ``x``: a tile of rows. Its masked elements must be 0.
     """
     norm = square_root(row_sum(x * x, WIDE) + added)
     return norm, tl.where(norm < eps, eps, norm)
@@ -67,8 +67,9 @@ def _channel_norm_kernel(
     if PDL:
         gdc_wait()
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    # ``own`` has the shape of the tile, so each thread loads the parameters for exactly its elements. If
-    # parameters were loaded once for each channel and broadcast, the tile would go through shared memory.
+    # ``own`` has the index of the channel for each element of the tile. So each thread loads weight and bias
+    # for exactly its elements. If they were loaded once for each channel and broadcast, the tile would go
+    # through shared memory.
     own = c + r * 0
     weight = per_channel(weight_ptr, own, in_row, 1.0)
     bias = per_channel(bias_ptr, own, in_row, 0.0)

@@ -52,7 +52,7 @@ def reference_channel_norm(
     eps: float = 1e-12,
     activation: str = "identity",
 ) -> Tensor:
-    """Computes ``channel_norm`` in plain PyTorch, in fp32 or fp64, for calls that kernels cannot run."""
+    """Computes ``channel_norm`` in plain PyTorch, in fp32 or fp64, for calls that no kernel can run."""
     _, _, z = scaled(x, weight, bias, scale, eps)
     return laid_out(ACTIVATIONS[activation](z).to(x.dtype), channels_last=True)
 
@@ -61,7 +61,7 @@ def reference_channel_norm(
 
 
 class _ReferencePlan:
-    """A plan that launches no kernels. Its ``run`` is the reference in plain PyTorch.
+    """Takes the place of ``ChannelNormPlan``, but launches no kernels: ``run`` computes in plain PyTorch.
 
     It is used if a position has more channels than fit into the registers of a program.
     """

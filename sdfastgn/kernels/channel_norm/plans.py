@@ -19,7 +19,7 @@ from sdfastgn.kernels.layer_norm.config import RowsConfig
 
 
 class ChannelNormPlan:
-    """The launch for one combination of shapes, dtypes, device and other arguments."""
+    """The launch of ``channel_norm`` for one combination of shapes, dtypes, device and other arguments."""
 
     __slots__ = ("launch",)
 
@@ -44,7 +44,7 @@ class ChannelNormPlan:
 
 
 def norm_constants(call: Any, config: RowsConfig) -> dict[str, Any]:
-    """The constants that forward and backward kernel of ``channel_norm`` share: activation and tile."""
+    """The kernel constants of activation and tile, which forward and backward of ``channel_norm`` share."""
     x = call.x
     return {
         "ACTIVATION": call.activation,

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from sdfastgn.kernels.common.sizes import MAX_OFFSET, WARP, ceil_div, next_power_of_2
 
 # Number of rows of a tile, if a row is at least as long as one load of a warp. With shorter rows a tile has
-# more. For each row, a thread makes two loads in the forward (value and gate), and in the backward a third
-# (dy).
+# more rows. For each row, a thread makes two loads in the forward (value and gate), and in the backward a
+# third load (dy).
 _ROWS = 2
 # Maximum number of warps of a program.
 _MAX_WARPS = 4
@@ -31,7 +31,7 @@ _MIN_TILES = 4
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Sizes of tiles and groups: each tile has ``block_r`` rows and ``block_d`` columns.
+    """The sizes of tiles and groups of tiles. Each tile has ``block_r`` rows and ``block_d`` columns.
 
     The rows are divided into ``groups`` groups, and each group into ``tiles`` tiles. There is one program for
     each group and each block of ``block_d`` columns. ``tiles`` is 1 unless the bias's gradient is computed.
@@ -63,7 +63,11 @@ def forward_config(rows: int, D: int, vector: int, stride: int) -> TileConfig:
 def backward_config(
     rows: int, D: int, vector: int, stride: int, num_sms: int, *, column_sums: bool
 ) -> TileConfig:
-    """The configuration of the backward for dy (rows, D). ``column_sums``: True if dbias is wanted."""
+    """The configuration of the backward, which gets dy (rows, D).
+
+    ``vector``: elements that a thread loads at once. ``stride``: elements between the starts of rows of x.
+    ``column_sums``: True if the gradient of the bias is wanted, which is a sum over rows.
+    """
     config = _config(rows, D, vector, stride)
     if not column_sums:
         return config
@@ -73,13 +77,16 @@ def backward_config(
 
 
 def _config(rows: int, D: int, vector: int, stride: int) -> TileConfig:
-    """The configuration with one tile for each program. The forward, and a backward without dbias, use it."""
+    """The configuration with one tile for each program.
+
+    It is for a forward, or for a backward without the bias's gradient.
+    """
     load = WARP * vector
     widths = [min(load, next_power_of_2(D))]
     while load * 2 ** len(widths) <= min(load * _MAX_WARPS, next_power_of_2(D)):
         widths.append(2 * widths[-1])
-    # Blocks of ``width`` columns pad a row to a multiple of the width. Takes the largest width that pads a
-    # row to at most 9/8 of the length that the smallest width gives.
+    # Blocks of ``width`` columns pad a row to a multiple of ``width``. The block gets the largest width with
+    # which a padded row is at most 9/8 as long as with the smallest width.
     best = ceil_div(D, widths[0]) * widths[0]
     block_d = next(width for width in reversed(widths) if 8 * ceil_div(D, width) * width <= 9 * best)
     block_r = min(next_power_of_2(rows), max(1, _ROWS * load // block_d) if block_d < load else _ROWS)

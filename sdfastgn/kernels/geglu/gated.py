@@ -6,7 +6,7 @@ Formula:
 
 value and gate may be the two halves of one tensor, or two tensors. On a GPU a kernel of ``geglu/kernels.py``
 runs. Everywhere else, and if gradients are wanted, ``reference_gated`` runs. ``geglu/op.py`` has the special
-case with a bias and a backward.
+case of GELU with a bias, which also has kernels for the backward.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 """
@@ -25,7 +25,7 @@ from sdfastgn.kernels.common.plan_cache import Plans, named
 
 
 class GatedCall(NamedTuple):
-    """The arguments of ``gated``."""
+    """The arguments of the function ``gated``."""
 
     value: Annotated[Tensor, Operand("(..., D)", whole=even_rows)]
     gate: Annotated[Tensor, Operand("(..., D)", whole=even_rows, same_dtype=True)]
@@ -58,7 +58,7 @@ def gated(value: Tensor, gate: Tensor, activation: str) -> Tensor:
 
     Shapes: the output has the shape of value.
     Dtypes: value and gate are fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. The output has their
-        dtype. The activation is not rounded before the product.
+        dtype. The result of the activation is not rounded before it is multiplied.
     Layout: any. An operand is copied first if its rows have gaps, overlap or are far apart, or if distances
         between rows differ. The output is contiguous.
     Grad: calls that want gradients, the transforms of torch.func and forward-mode AD run in plain PyTorch.

@@ -1,6 +1,7 @@
 """The Triton kernels of GEGLU, of its backward, and of ``gated``.
 
-Formulas are in ``geglu/op.py`` and ``geglu/gated.py``. GEGLU and ``gated`` share the code of a tile of y.
+Formulas are in ``geglu/op.py`` and ``geglu/gated.py``. ``_gated_tile`` computes a tile of y for both GEGLU
+and ``gated``.
 
 The forward of GEGLU is one launch, which reads x and writes y. The backward is one launch, which reads dy and
 x and writes dx. If the gradient of the bias is wanted, each program of the backward also sums over its rows,
@@ -8,21 +9,24 @@ and stores one partial sum for each column. Then a second launch adds up the par
 
 Tensors:
 
-- ``x``: (rows, 2D), values then gates, fp16, bf16 or fp32; contiguous rows, ``X_STRIDE`` elements apart;
+- ``x``: (rows, 2D), fp16, bf16 or fp32. A row has D values and then D gates. Rows are contiguous, and
+  ``X_STRIDE`` elements apart;
 - ``dx``: (rows, 2D), contiguous, the gradient of x, or None;
 - ``bias``, ``dbias``: (2D,) or None;
 - ``y``, ``dy``: (rows, D), contiguous. With a quantizer y is in E4M3;
-- ``value``, ``gate``: (rows, D), what ``gated`` reads instead of x; contiguous rows, ``VALUE_STRIDE`` and
-  ``GATE_STRIDE`` elements apart;
-- ``quantizer``: (8,) fp32, or None (``common/e4m3.py``). With it the forward has a second launch, the retry;
-- ``partials``: fp32 (groups, 2D), or None if the gradient of the bias is not wanted.
+- ``value``, ``gate``: (rows, D). The kernel of ``gated`` reads these two instead of x. Rows are contiguous,
+  and ``VALUE_STRIDE`` or ``GATE_STRIDE`` elements apart;
+- ``quantizer``: None, or (8,) fp32 with the scale of the output in E4M3 (``common/e4m3.py``). With a
+  quantizer the forward has a second launch, called the retry. It writes y again with a larger scale, if
+  values were beyond the range of E4M3;
+- ``partials``: fp32 (groups, 2D), partial sums of the gradient of the bias, or None if it is not wanted.
 
 With programmatic dependent launch (``PDL``, from sm_90 on) a kernel starts while the previous kernel still
 runs. Before it accesses memory, it waits for the end of the previous kernel.
 
 Numerics: all arithmetic is fp32, and each result is rounded once. The normal distribution is approximated for
-16-bit x (``normal_cdf``). Sums have a fixed order and no atomics, so every run gives the same bits. The
-exception are a quantizer's counts of values beyond the range. Offsets that can be 2^31 or more are int64.
+16-bit x (``normal_cdf``). Sums have a fixed order and no atomics, so every run gives the same bits. Only the
+count of values beyond the range of E4M3 is a sum with atomics. Offsets that can be 2^31 or more are int64.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ from sdfastgn.kernels.common.sums import sum_columns
 
 @triton.jit
 def _read_bias(bias_ptr, D: tl.constexpr, c, in_row):
-    """Loads (bias of the values, bias of the gates) in columns ``c``, fp32.
+    """Loads the bias of the values and the bias of the gates in columns ``c``, in fp32.
 
     If there is no bias, both are 0.
     """
@@ -65,7 +69,14 @@ def _gated_tile(
     EVEN: tl.constexpr, PDL: tl.constexpr, RETRY: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Computes ``BLOCK_D`` columns of ``BLOCK_R`` rows of y. The constants are those of the kernels below."""
+    """Computes ``BLOCK_D`` columns of ``BLOCK_R`` rows of y = value * activation(gate).
+
+    Constants:
+        VALUE_STRIDE, GATE_STRIDE: elements between the starts of rows of value and of gate.
+        PAIRS: True if ``activate`` computes the sigmoids of two neighbors with one division.
+        EVEN: True if no element is masked.
+        RETRY: True if y is written again, because values were beyond the range of E4M3.
+    """
     columns = tl.cdiv(D, BLOCK_D)
     first = (tile // columns).to(tl.int64) * BLOCK_R
     start = (tile % columns).to(tl.int64) * BLOCK_D
@@ -109,7 +120,9 @@ def _geglu_kernel(
 ):  # fmt: skip
     """Computes y = value * gelu(gate). A program has one tile: ``BLOCK_D`` columns of ``BLOCK_R`` rows.
 
-    ``EVEN``: True if no element is masked. ``RETRY``: True for the retry, whose programs share all tiles.
+    ``EVEN``: True if no element is masked. ``RETRY``: True in the second launch of a call whose y is in E4M3.
+    The second launch computes all tiles again with a larger scale if values were beyond the range of E4M3.
+    Each of its programs computes several tiles.
     """
     if RETRY:
         if PDL:
@@ -139,7 +152,8 @@ def _gated_kernel(
 ):  # fmt: skip
     """Computes y = value * activation(gate). A program has one tile: ``BLOCK_D`` columns of ``BLOCK_R`` rows.
 
-    ``ACTIVATION``, ``PAIRS``: as in ``activate``. ``EVEN``: True if no element is masked.
+    ``PAIRS``: True if the sigmoids of two neighbors are computed with one division. ``EVEN``: True if no
+    element is masked.
     """
     _gated_tile(
         value_ptr, gate_ptr, None, None, y_ptr, rows, tl.program_id(0),
@@ -203,7 +217,7 @@ def _bias_sum_kernel(
     count, columns,
     PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Computes dbias. For each of ``BLOCK_D`` columns, a program adds up ``count`` partial sums.
+    """Computes the gradient of the bias: a program adds up ``count`` partial sums for ``BLOCK_D`` columns.
 
     ``columns``: number of elements of dbias, 2D.
     """

@@ -39,7 +39,11 @@ from sdfastgn.kernels.common.plan_cache import named
 
 
 class GegluCall(NamedTuple):
-    """The arguments of the op ``sdfastgn::geglu``, and ``quantizer``, which only kernels take."""
+    """The arguments of the op ``sdfastgn::geglu``, and ``quantizer``.
+
+    ``quantizer``, which has the scale for an output in E4M3, is not an argument of the op. Calls with a
+    quantizer run without the op.
+    """
 
     x: Annotated[Tensor, Operand("(..., 2D)", whole=even_rows)]
     bias: Annotated[Tensor | None, Operand("(2D,)")]
@@ -47,9 +51,9 @@ class GegluCall(NamedTuple):
 
 
 def reference_geglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Computes ``geglu`` in plain PyTorch, for calls that kernels cannot run.
+    """Computes ``geglu`` in plain PyTorch, in fp32, or in fp64 for fp64 x.
 
-    Computes in fp32, or in fp64 for fp64 x.
+    This function runs where no kernel can run.
     """
     value, gate = _halves(x, bias)
     return (value * torch.ops.aten.gelu.default(gate)).to(x.dtype).contiguous()
@@ -76,7 +80,7 @@ def reference_geglu_grads(call: Any) -> Gradients:
 
 
 def _halves(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Computes the two halves of x + bias: (value, gate), each (..., D). fp32, or fp64 for fp64 x."""
+    """Computes x + bias in fp32, or fp64 for fp64 x, and returns its halves: (value, gate), each (..., D)."""
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     u = u if bias is None else u + bias.to(u.dtype)
     D = x.shape[-1] // 2
@@ -128,16 +132,16 @@ def geglu(x: Tensor, bias: Tensor | None = None, *, quantizer: Tensor | None = N
     Args:
         x: (..., 2D), at least rank 1. The values come first, then the gates. Usually x is the output of a
             linear layer that was called without its bias.
-        bias: (2D,) or None. Usually the bias of this layer.
-        quantizer: (8,) fp32 (``common/e4m3.py``), or None. With it the output is in E4M3, and has no
-            gradients.
+        bias: (2D,) or None. Usually the bias of that linear layer.
+        quantizer: None, or an fp32 tensor (8,) with the scale by which the output is divided before it is
+            rounded to E4M3, a float dtype of 8 bits (``common/e4m3.py``). The output then has no gradients.
 
     Shapes: the output is (..., D).
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. bias may have any of the four dtypes.
         The output has the dtype of x, or is in E4M3 with a quantizer.
     Layout: any. x is copied first if its rows have gaps, overlap or are far apart, or if distances between
         rows differ. The output is contiguous.
-    Grad: x and bias have gradients. x and bias are kept for the backward. Second derivatives, the transforms
+    Grad: x and bias have gradients, and both are kept for the backward. Second derivatives, the transforms
         of torch.func and forward-mode AD run in plain PyTorch.
     Raises:
         TypeError: an argument is not a strided tensor, or has another dtype.

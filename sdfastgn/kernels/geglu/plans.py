@@ -25,9 +25,10 @@ from sdfastgn.kernels.geglu.op import GegluCall
 
 
 class GegluPlan:
-    """The launches for calls with equal shapes, strides, dtypes and device.
+    """The launches of ``geglu`` for calls with equal shapes, strides, dtypes and device.
 
-    ``launch`` has one program for each tile of y. ``retry`` follows it if there is a quantizer.
+    ``launch`` has one program for each tile of y. If y is wanted in E4M3, ``retry`` follows. It writes y
+    again with a larger scale if values were beyond the range of E4M3.
     """
 
     __slots__ = ("launch", "retry", "shape", "strides")
@@ -50,7 +51,7 @@ class GegluPlan:
     def run(self, call: GegluCall) -> Tensor:
         """Launch the kernels, and return y (..., D)."""
         x, bias, quantizer = call
-        # ``new_empty_strided`` takes less CPU time than ``torch.empty``.
+        # ``Tensor.new_empty_strided`` takes less CPU time than ``torch.empty``.
         if quantizer is None:
             y = x.new_empty_strided(self.shape, self.strides)
         else:
@@ -64,7 +65,9 @@ class GegluPlan:
 
 
 class GegluGradPlan:
-    """The launches for calls with equal shapes, strides, dtypes and device, which want the same gradients.
+    """The launches of the backward of ``geglu`` for calls with equal shapes, strides, dtypes and device.
+
+    The calls must also want the same gradients. dbias is the gradient of the bias.
 
     Attributes:
         grad: the launch that writes dx. If dbias is wanted, it also writes partial sums of dbias.
@@ -139,7 +142,7 @@ class GatedPlan:
 
 
 def _tile(config: TileConfig, rows: int, D: int) -> dict[str, Any]:
-    """The constants that all kernels with tiles share."""
+    """The constants D, EVEN, BLOCK_R and BLOCK_D, which the kernels of GEGLU and ``gated`` share."""
     return {
         "D": D,
         "EVEN": config.is_even(rows, D),

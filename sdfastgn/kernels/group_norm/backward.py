@@ -10,8 +10,8 @@ and dz the gradient of the activation's argument:
 If all samples share ada_shift, ada_scale or shift, its gradient is also summed over n.
 
 On a GPU the kernels of ``group_norm/backward_kernels.py`` run. They use the mean and rstd that the forward
-saved. Everywhere else, and for second derivatives, ``reference_group_norm_grads`` runs. It computes the
-statistics of x again.
+saved. Everywhere else, and for second derivatives, ``reference_group_norm_grads`` runs. That function
+computes mean and variance of x again.
 
 Source: the chain rule, applied to Wu and He, "Group Normalization", 2018.
 """
@@ -30,12 +30,12 @@ from sdfastgn.kernels.common.layout import dense_is_channels_last, laid_out
 
 
 def reference_group_norm_grads(call: Any) -> Gradients:
-    """Gradients in plain PyTorch, computed in fp32 (fp64 for fp64 input).
+    """Computes the gradients in plain PyTorch, in fp32 (fp64 for fp64 input).
 
     Args:
-        call: dy (N, C, *spatial), or (N, HW, C) if ``tokens``; x and the operands of ``GroupNormCall``; mean
-            and rstd (N, G) of the forward, which are not used; and which gradients are wanted (``dx``,
-            ``dweight`` ...).
+        call: its fields are dy (N, C, *spatial), or (N, HW, C) if the forward returned tokens; the arguments
+            of ``GroupNormCall``; mean and rstd (N, G) of the forward, which are not used; and for each
+            gradient (``dx``, ``dweight`` ...) whether it is wanted.
 
     Returns:
         The wanted gradients in the shapes and dtypes of their operands. The gradient of x has the layout of

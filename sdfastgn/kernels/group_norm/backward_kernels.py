@@ -5,8 +5,8 @@ is its gradient. All gradients follow from three sums over positions, for each s
 dz * xhat and, for the shift, of xhat. With g = dz * scale, dx also needs the means of g and of g * xhat over
 each group.
 
-There are three ways to launch the kernels. Sizes, layouts, activation and wanted gradients decide which is
-used:
+There are three ways to launch the kernels. Sizes, layouts, the activation and the wanted gradients decide
+which of them is used:
 
 - *small*: a program holds one group of x and dy in registers. One launch writes dx and the sums;
 - *walk*, one launch: a program reads its group of x and dy twice (``group_norm/walk_kernels.py``);
@@ -25,23 +25,25 @@ Pointers, in addition to the ones in ``group_norm/kernels.py``:
 - ``dx``: the gradient of x, in the layout of x, or None if it is not wanted;
 - ``dweight``, ``dbias``, ``dshift``, ``dada_scale``, ``dada_shift``: the gradients in the shapes of their
   operands, or None;
-- ``scratch``: fp32 memory. In the split way it has three parts, in the other two ways only ``totals``:
-  ``sums`` has planes of (N, P, C) with the sums of P chunks. ``totals``, at ``totals_offset``, has planes of
-  (N, C): the sums of dz and of dz * xhat, and the gradient of the shift. The table, at ``table_offset``, has
-  planes of (N, C): scale, offset, slope, level and centre (``merge_sums_kernel``).
+- ``scratch``: fp32 memory. In the split way it has three parts: ``sums``, ``totals`` and the table. In the
+  other two ways it has only ``totals``. ``sums`` has planes of (N, P, C) with the sums of P chunks.
+  ``totals``, at ``totals_offset``, has planes of (N, C): the sums of dz and of dz * xhat, and the gradient of
+  the shift. The table, at ``table_offset``, has planes of (N, C): scale, offset, slope, level and centre.
+  ``merge_sums_kernel`` explains these five names.
 
 BatchNorm launches ``small_grad_kernel`` and ``sums_kernel`` too (``batch_norm/backward_plans.py``). A channel
 of the whole batch is then a group. ``mean`` and ``rstd`` have the mean and the variance of each channel, (C,)
 of any dtype. Only BatchNorm has these pointers:
 
-- ``residual``: in the layout of x, what was added before the activation;
+- ``residual``: the tensor that the forward added before the activation, in the layout of x;
 - ``dz``: the gradient of the activation's argument, in the layout of x, or None if it is not wanted.
 
-Programmatic dependent launch is used as in the forward. ``sums_kernel`` lets the next kernel start when x
-and dy are complete.
+With programmatic dependent launch (``PDL``) a kernel starts while the kernel before it still runs, and calls
+``gdc_wait`` before it reads what that kernel writes. ``sums_kernel`` lets the next kernel start when x and dy
+are complete.
 
-Numerics: fp32, rounded once at the store. Sums have a fixed order and no atomics, so every run gives the
-same bits.
+Numerics: the kernels compute in fp32, and round once when they store. Sums have a fixed order and no atomics,
+so every run gives the same bits.
 """
 
 from __future__ import annotations
@@ -67,15 +69,17 @@ from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum
 from sdfastgn.kernels.group_norm.parameter_kernels import parameter_grads
 from sdfastgn.kernels.statistics.kernels import positions_of_channels, rows_of_channels
 
-# Names of the strides, for ``do_not_specialize``: one compiled kernel serves all strides.
+# Names of the kernels' stride arguments. Triton's ``do_not_specialize`` gets them, so that one compiled
+# kernel serves all strides.
 STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
 
 
 @triton.jit
 def _centre(n, c, group, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride, EPS: tl.constexpr = None):
-    """Loads (centre, rstd) of channels ``c`` in ``group``, with which xhat is (x - centre) * rstd.
+    """Returns (centre, rstd) of channels ``c`` in ``group``. The normalized x is (x - centre) * rstd.
 
-    centre is the mean of x + shift, minus shift. If ``EPS`` is not None, ``rstd_ptr`` points to variances.
+    centre is the mean of x + shift, minus shift. If ``EPS`` is not None, as for BatchNorm, ``rstd_ptr``
+    points to variances.
     """
     centre = tl.load(mean_ptr + group, mask=in_range, other=0.0)
     rstd = tl.load(rstd_ptr + group, mask=in_range, other=0.0)
@@ -110,6 +114,8 @@ def store_totals(
 ):  # fmt: skip
     """Stores at ``totals`` the sums of dz and of dz * xhat and, if ``SHIFT_GRAD``, the shift's gradient.
 
+    dz is the gradient of the activation's argument, xhat the normalized x.
+
     Args:
         sum_dz, sum_dz_xhat, sum_xhat: sums of dz, of dz * xhat and of xhat over the positions, one value for
             each channel.
@@ -136,12 +142,13 @@ def small_grad_kernel(
     CHANNELS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program computes dx and the totals of one group of a sample.
+    """A program computes dx of one group of a sample, and the sums for the gradients of the other operands.
 
     If ``EACH_CHANNEL``, it does so for ``CHANNELS`` groups of one channel each.
 
-    ``totals``: planes of ``plane`` values. None if only dx is wanted. For BatchNorm the sums of dz and of
-    dz * xhat go to ``dbias`` and ``dweight`` instead, (C,) fp32.
+    ``totals``: planes of ``plane`` values: the sums of dz (the gradient of the activation's argument) and of
+    dz * xhat (xhat: the normalized x), and the gradient of the shift. It is None if only dx is wanted. For
+    BatchNorm it is None too, and the two sums go to ``dbias`` and ``dweight``, (C,) fp32.
 
     Constants:
         CG: channels of a group.
@@ -149,8 +156,9 @@ def small_grad_kernel(
         CHANNELS_LAST: True if x is channels-last.
         DY_LAST: True if dy is channels-last.
         EACH_CHANNEL: True if each channel is a group and x is channels-last.
-        IMAGE: as in ``channels_kernel``. If it is not None, x and dy are channels-first, although
-            CHANNELS_LAST, DY_LAST and EACH_CHANNEL must be True.
+        IMAGE: None, except for a channels-first BatchNorm. There it is the number of positions of an image,
+            and x and dy are (HW / IMAGE, C, IMAGE), although CHANNELS_LAST, DY_LAST and EACH_CHANNEL must
+            be True.
         EPS: added to BatchNorm's variance. None for other norms.
         IN_EVAL: True if BatchNorm normalized x with its running averages, which do not depend on x.
     """
@@ -220,7 +228,7 @@ def grad_tile(
     """Returns dz, the gradient of the activation's argument, and xhat, the normalized x, of a tile.
 
     Both are 0 where masked. If ``mask`` is None, nothing is masked. If ``dz_ptr`` is not None, dz is also
-    stored there. ``residual`` and dz have the offsets of x.
+    stored there. ``residual``, which the forward added before the activation, and dz have the layout of x.
     """
     if mask is None:
         x = tl.load(x_ptr + x_offsets, eviction_policy=EVICTION)
@@ -259,8 +267,9 @@ def sums_kernel(
 ):  # fmt: skip
     """Each warp computes the sums of dz, of dz * xhat and, if ``SHIFT_GRAD``, of xhat in one chunk.
 
-    Channels-last: a program has a block of channels, and its warps have neighboring chunks. Channels-first:
-    a program has one chunk, and each of its warps has a different channel.
+    dz is the gradient of the activation's argument, xhat the normalized x. If x is channels-last, a program
+    has a block of channels, and its warps have neighboring chunks of positions. If x is channels-first, a
+    program has one chunk, and each of its warps has a different channel.
 
     Numbers:
         rows, chunks: positions of a chunk, and chunks of a sample.
@@ -269,12 +278,13 @@ def sums_kernel(
     Constants:
         EVEN: True if no element is masked.
         LOOP: True if a chunk has more than one tile.
-        HW_FACTOR: a divisor of HW and rows, for ``multiple_of``.
+        HW_FACTOR: a divisor of HW and rows. It tells the compiler how loads are aligned.
         CHANNELS: number of BatchNorm's channels. Column ``c`` of x is then channel ``c % CHANNELS``, and all
             samples share mean and variance. None for other norms.
         EPS: added to BatchNorm's variance. None for other norms.
         ADDED: True if a program adds up its warps' sums, and stores one sum instead of one for each warp.
-            Channels-last only. It pays if channels are few, because there are then many chunks to merge.
+            This is possible only for channels-last x. It saves time if channels are few, because there are
+            then many chunks to merge.
     """
     TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
     REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
@@ -349,12 +359,13 @@ def merge_sums_kernel(
     LOOP: tl.constexpr, PDL: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A program adds up the sums of one group's chunks, and stores the group's totals and table.
+    """A program adds up the chunks' sums of one group, and stores the total sums of each channel.
 
-    If ``EACH_CHANNEL``, it does so for ``CHANNELS`` groups of one channel each. With the table's values for a
-    channel, ``apply_grad_kernel`` computes
+    If ``EACH_CHANNEL``, it does so for ``CHANNELS`` groups of one channel each. For each channel it also
+    stores five values in the table: scale, offset, slope, level and centre. With these ``apply_grad_kernel``
+    computes
 
-        z = (x - centre) * scale + offset, the activation's argument, from which follows dz
+        z = (x - centre) * scale + offset, the activation's argument, from which dz, its gradient, follows
         dx = dz * scale - (x - centre) * slope - level
 
     Numbers:
@@ -439,7 +450,7 @@ def apply_grad_kernel(
     ``BLOCK_PARAMETERS`` channels each (``parameter_grads``).
 
     Numbers:
-        plane: elements between the starts of planes of the totals and of the table.
+        plane: elements between the starts of two planes in ``scratch``.
 
     Constants:
         EVEN: True if no element is masked.

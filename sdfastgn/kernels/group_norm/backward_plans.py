@@ -46,7 +46,7 @@ _PARAMETER_WARPS = 4
 
 
 class Sizes(NamedTuple):
-    """Sizes and layouts of a call.
+    """The sizes and layouts of a call of GroupNorm's backward.
 
     Attributes:
         CG: channels of a group.
@@ -82,15 +82,19 @@ class Sizes(NamedTuple):
 
 
 class GroupNormGradPlan:
-    """The launches for calls with equal shapes, strides, dtypes and options, and the same wanted gradients.
+    """The launches of GroupNorm's backward for calls with equal shapes, strides, dtypes and options.
 
-    dx and the totals (``backward_kernels.py`` explains both) come from one launch or from three:
+    The calls must also want the same gradients.
 
-    - ``single``: the small or the walk way;
-    - ``sums``, ``merge`` and, if dx is wanted, ``apply``: the split way.
+    dx and the totals, which are sums for the gradients of the other operands, come from one launch or from
+    three. ``backward_kernels.py`` explains these ways to launch:
+
+    - ``single``: one launch. A program holds a group in registers, or reads its group twice (``WalkConfig``);
+    - ``sums``, ``merge`` and, if dx is wanted, ``apply``: three launches, called the split way.
 
     The gradients of the operands other than x come from ``apply`` or, if there is none, from ``parameters``.
-    If samples are many, ``parameters`` only sums parts of them, and ``parts_sum`` adds up the parts.
+    If samples are many, each program of ``parameters`` sums only a part of the samples, and ``parts_sum``
+    adds up the parts.
 
     Attributes:
         of_batches: one None for each pointer of ``single`` that only BatchNorm uses.
@@ -138,9 +142,10 @@ class GroupNormGradPlan:
         self._plan_rest(call, sizes, sms)
 
     def _plan_rest(self, call: Any, sizes: Sizes, sms: int) -> None:
-        """Plan the launch for the gradients of all operands but x.
+        """Prepares the launch that computes the gradients of all operands but x.
 
-        If dx is wanted in the split way, it is ``apply``, which also computes dx. Else it is ``parameters``.
+        If there is no ``single`` launch and dx is wanted, this launch is ``apply``, which also computes dx.
+        Otherwise it is ``parameters``.
         """
         N, C, HW = sizes.N, sizes.C, sizes.HW
         block_n, block_c = parameter_config(N, C)
@@ -168,9 +173,9 @@ class GroupNormGradPlan:
                 self.parts_sum = self._plan_parts_sum(sizes, parts)
 
     def _plan_parts_sum(self, sizes: Sizes, parts: int) -> Launch:
-        """Plan the launch that adds up the partial sums of the gradients of all operands but x.
+        """Prepares the launch that adds up the partial sums of the gradients of all operands but x.
 
-        It has one program for each of these five operands and each block of channels.
+        The launch has one program for each of these five operands and each block of channels.
         """
         block_p, block_c = column_sum_block(parts, sizes.C)
         return Launch(
@@ -179,7 +184,7 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def _plan_walk(self, call: Any, sizes: Sizes, config: WalkConfig) -> Launch:
-        """Plan ``single`` in the walk way: one program for each group."""
+        """Prepares the launch of ``walk_grad_kernel``: one program for each group reads x and dy twice."""
         return Launch(
             walk_kernels.walk_grad_kernel, sizes.N * call.num_groups, config.num_warps,
             pdl=sizes.pdl, **_reading(call, sizes), plane=self.plane,
@@ -189,9 +194,9 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def _plan_merge(self, call: Any, sizes: Sizes, chunks: int) -> Launch:
-        """Plan ``merge``, and set ``totals`` and ``scratch``.
+        """Prepares the launch that adds up the sums of chunks, and sets ``totals`` and ``scratch``.
 
-        ``merge`` has one program for each group, or for several groups of one channel.
+        The launch has one program for each group, or for several groups of one channel.
         """
         N, C = sizes.N, sizes.C
         sums = 2 + call.dshift
@@ -208,9 +213,9 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def _plan_apply(self, call: Any, sizes: Sizes, blocks: ApplyConfig, parameters: dict[str, Any]) -> Launch:
-        """Plan ``apply``.
+        """Prepares the launch of ``apply_grad_kernel``.
 
-        Its first programs compute the gradients of the operands other than x. Each other program computes dx
+        The first programs compute the gradients of the operands other than x. Each other program computes dx
         of one tile.
         """
         N, C, HW = sizes.N, sizes.C, sizes.HW
@@ -227,14 +232,14 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def run(self, call: Any) -> Gradients:
-        """Launch, and return the wanted gradients."""
+        """Launches the kernels, and returns the wanted gradients."""
         grads = empty_gradients(call, self.wanted)
         with gpu.on_device(call.x.device):
             self._launch(call, *map(grads.get, _GRADIENTS))
         return grads
 
     def _launch(self, call: Any, dx: Tensor | None, *parameter_grads: Tensor | None) -> None:
-        """Launch the kernels on the current device, which must be the device of ``call.x``."""
+        """Launches the kernels on the current device, which must be the device of ``call.x``."""
         dy, x, mean, rstd, weight, bias, shift, ada_scale, ada_shift, *_ = call
         stream = gpu.current_stream(x)
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=x.device)
@@ -269,10 +274,10 @@ def small_grad_launch(
     eps: float | None = None,
     in_eval: bool = False,
 ) -> Launch:
-    """The launch of ``small_grad_kernel``. A program has one group, or several groups of one channel.
+    """The launch of ``small_grad_kernel``. A program computes one group, or several groups of one channel.
 
     Args:
-        plane: number of elements of each plane of ``totals`` (``backward_kernels.py``).
+        plane: number of elements of each plane of ``totals``, the kernel's sums (``backward_kernels.py``).
         image, eps, in_eval: BatchNorm's constants ``IMAGE``, ``EPS`` and ``IN_EVAL`` of the kernel.
     """
     return Launch(
@@ -291,10 +296,10 @@ def sums_launch(
     channels: int | None = None,
     eps: float | None = None,
 ) -> Launch:
-    """The launch of ``sums_kernel``.
+    """The launch of ``sums_kernel``, which computes the backward's sums of each chunk of positions.
 
-    Channels-last: one warp for each chunk and block of channels. Channels-first: one warp for each chunk and
-    channel.
+    If x is channels-last, there is one warp for each chunk and block of channels. If x is channels-first,
+    there is one warp for each chunk and channel.
 
     Args:
         chunks: number of sums of each kind that are stored for each channel of a sample. If ``config`` has

@@ -2,12 +2,12 @@
 
 All constants were measured on an H200 (docs/adr/0006-group-norm-kernels.md,
 0007-programmatic-dependent-launch.md). They affect only speed, and other values may be faster on other GPUs.
-"Padded" sizes are rounded up to powers of 2, as tiles are.
 
-There are three *ways* to launch the kernels: small, split and, in the backward only, walk. ``SmallConfig``,
+There are three ways to launch the kernels: small, split and, in the backward only, walk. ``SmallConfig``,
 ``SplitConfig`` and ``WalkConfig`` explain them.
 
-Tiles of reductions have the axes (lanes, warps, steps, block) of ``common/tiles.py``.
+Tiles that a program sums have four axes: lanes (the threads of a warp), warps, steps (elements in registers
+of the same thread) and block (contiguous elements). ``common/tiles.py`` explains why.
 """
 
 from __future__ import annotations
@@ -19,33 +19,38 @@ from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_conf
 
 # --- small: a program holds a group in registers
 
-# Largest group, in padded elements, that a forward normalizes in one launch (``SmallConfig``). For larger
-# groups three launches (``SplitConfig``) are faster.
+# Maximum size of a group that a forward normalizes in one launch (``SmallConfig``). It is a number of
+# elements, with the group's sizes rounded up to powers of 2. For larger groups three launches
+# (``SplitConfig``) are faster.
 _SMALL_MAX_ELEMENTS = 16384
-# Largest group, in padded elements, that a channels-last forward normalizes in one launch (``SmallConfig``)
-# if the group's channels at one position are a long row. Reading long rows is efficient, so one launch is
-# faster up to somewhat larger groups than with short rows.
+# Maximum size of a group that a channels-last forward normalizes in one launch (``SmallConfig``) if the
+# group's channels at one position are a long row. It is a number of elements, with the group's sizes rounded
+# up to powers of 2. Reading long rows is efficient, so one launch is faster up to somewhat larger groups than
+# with short rows.
 _SMALL_MAX_ELEMENTS_OF_LONG_ROWS = 20480
-# Minimum number of bytes of a long row (``_SMALL_MAX_ELEMENTS_OF_LONG_ROWS``): a whole line of memory.
+# Minimum number of bytes of a long row (``_SMALL_MAX_ELEMENTS_OF_LONG_ROWS``): a whole cache line.
 _SMALL_LONG_ROW = 128
-# Largest group, in padded elements, for which a backward computes dx in one launch (``SmallConfig``). It is
-# smaller than in the forward, because registers hold both x and dy.
+# Maximum size of a group for which a backward computes dx in one launch (``SmallConfig``). It is a number of
+# elements, with the group's sizes rounded up to powers of 2. It is smaller than in the forward, because
+# registers hold both x and dy.
 _SMALL_BACKWARD_MAX_ELEMENTS = 4096
-# (largest group in padded elements, number of elements for each warp) if a channels-last forward normalizes
-# groups in one launch (``SmallConfig``). Small groups are faster with fewer elements for each warp.
+# Pairs of numbers for a channels-last forward that normalizes groups in one launch (``SmallConfig``). Groups
+# of at most as many elements as the first number, with sizes rounded up to powers of 2, get one warp for as
+# many elements as the second number. Small groups are faster with fewer elements for each warp.
 _SMALL_PER_WARP = ((4096, 512), (8192, 1024), (32768, 2048))
 # Number of elements for each warp in all other launches with a ``SmallConfig``: channels-first, or a
 # backward.
 _SMALL_OTHER_PER_WARP = 1024
 # Maximum number of elements for each warp in a launch with a ``SmallConfig``. With more, registers spill.
 _SMALL_MAX_PER_WARP = 2048
-# Minimum number of channels of a second tile (``SmallConfig.tail``). Eight channels of 16 bits
+# Minimum number of channels of the second tile of a group (``SmallConfig.tail``). Eight channels of 16 bits
 # are one 16-byte load.
 _SMALL_MIN_TAIL = 8
 
 # --- apply: elementwise
 
-# Maximum number of elements of a tile of the apply kernels. A program has one tile.
+# Maximum number of elements of a tile of the two apply kernels, which compute y or dx element by element. A
+# program has one tile.
 _APPLY_TILE = 2048
 # Warps of a program of the forward's apply kernel if tiles are many or x is channels-first. A thread then has
 # 32 elements, which hides the memory's latency best.
@@ -53,8 +58,8 @@ _APPLY_WARPS = 2
 # Warps of a program of the apply kernels in a channels-last forward with few tiles, and in every backward: 16
 # elements for each thread.
 _APPLY_WARPS_OF_FEW_TILES = 4
-# A forward has few tiles if there are at most this many for each multiprocessor. If x is channels-last, its
-# programs then get ``_APPLY_WARPS_OF_FEW_TILES`` warps.
+# A forward's apply kernel has few tiles if there are at most this many for each multiprocessor. If x is
+# channels-last, each of its programs then has ``_APPLY_WARPS_OF_FEW_TILES`` warps.
 _APPLY_FEW_TILES = 12
 # Channels of a channels-last tile of the forward's apply kernel, if C is a multiple of this number.
 # Otherwise a tile has 64 channels, or fewer if C is at most 32.
@@ -66,7 +71,8 @@ _APPLY_BACKWARD_CHANNELS = 64
 
 # --- merge, and gradients of parameters
 
-# (samples, channels) of the tile in which a program sums parameter gradients over samples.
+# Numbers of samples and channels of the tile in which a program sums the gradients of weight, bias and other
+# shared operands over samples.
 _PARAMETER_TILE = (32, 32)
 # Maximum number of tiles of samples for which one program of ``parameter_grad_kernel`` sums all samples of
 # its channels. With more, samples are divided into parts for several programs, and a second launch adds up
@@ -77,10 +83,11 @@ _PARAMETER_MOST_TILES = 16
 _PARAMETER_MIN_TILES = 8
 # Programs of ``parameter_grad_kernel`` for each multiprocessor if samples are divided into parts.
 _PARAMETER_PROGRAMS_PER_SM = 2
-# Channels of a program if each channel is a group. In memory, 32 neighboring channels are whole sectors of 32
-# bytes.
+# Channels of a program if each channel is a group, as in InstanceNorm. In memory, 32 neighboring channels are
+# whole sectors of 32 bytes.
 _EACH_CHANNEL_BLOCK = 32
-# Maximum number of elements of a tile of (chunks, channels) in the merge kernels.
+# Maximum number of elements of a tile of (chunks, channels) in the two merge kernels, which combine the
+# results of all chunks of a group.
 _MERGE_TILE = 4096
 # Elements of a merge kernel's tile for each warp, in the forward.
 _MERGE_PER_WARP = 256
@@ -90,43 +97,44 @@ _MERGE_BACKWARD_PER_WARP = 1024
 
 # --- walk: a program reads its group twice, the second time from L2
 
-# Minimum size of x for the walk way, as a multiple of the size of L2. On an H200 this is 64 MiB. A smaller x
-# is still in L2 when the split way reads it a second time, so the split way is faster.
+# Minimum size of x for a backward in which one program reads its group twice (``WalkConfig``). It is a
+# multiple of the size of L2. On an H200 it is 64 MiB. A smaller x is still in L2 when the three launches of
+# ``SplitConfig`` read it a second time, so these are faster.
 _WALK_MIN_CACHES = 16 / 15
-# Maximum share of L2 that the groups of x of all running programs may take, with one program for each
-# multiprocessor. Then most of x and dy is still in L2 at the second read. On an H200 this is 237 KiB
-# for each group.
+# Maximum share of L2 that the groups of all running programs may take in a backward with ``WalkConfig``. Only
+# x is counted, and one program for each multiprocessor. Then most of x and dy is still in L2 at the second
+# read. On an H200 this share is 237 KiB for each group.
 _WALK_MAX_PART = 0.51
-# Minimum number of contiguous bytes of a group at one position for the walk way (``WalkConfig``), if x is
+# Minimum number of contiguous bytes of a group at one position for a backward with ``WalkConfig``, if x is
 # channels-last. Shorter reads from memory are inefficient.
 _WALK_MIN_RUN = 64
-# Minimum number of groups for each multiprocessor for the walk way (``WalkConfig``), in which a program
+# Minimum number of groups for each multiprocessor for a backward with ``WalkConfig``, in which a program
 # computes a whole group. With fewer, multiprocessors that finish early wait too long for the last ones.
 _WALK_MIN_GROUPS = 8
-# Minimum number of elements of a group that the next constants call large. One program for such a group
-# fills a multiprocessor.
+# Minimum number of elements of a group that the comment on ``_WALK_CHEAP`` calls large. One program for such
+# a group fills a multiprocessor.
 _WALK_LARGE_ELEMENTS = 32768
-# The next four constants are (elements of a tile, elements that stay in registers, warps) of a program of the
-# walk way (``WalkConfig``). How many elements fit into registers depends on the activation's derivative.
-# ``_WALK_CHEAP``: large groups whose activation is in ``_CHEAP``, if the gradient of the shift is not wanted.
-# ``_WALK_SILU_FIRST``: large channels-first groups with SiLU, if the gradient of the shift is not wanted.
-# ``_WALK_LARGE``: all other large groups. ``_WALK_OTHER``: groups that are not large.
+# Each of the next four constants is (elements of a tile, elements that stay in registers, warps) of a program
+# in a backward with ``WalkConfig``. How many elements fit into registers depends on the activation's
+# derivative. ``_WALK_CHEAP`` is for large groups with identity or ReLU, ``_WALK_SILU_FIRST`` for large
+# channels-first groups with SiLU, both only if the gradient of the shift is not wanted. ``_WALK_LARGE`` is
+# for all other large groups, ``_WALK_OTHER`` for groups that are not large.
 _WALK_CHEAP = (16384, 16384, 16)
 _WALK_SILU_FIRST = (8192, 16384, 32)
 _WALK_LARGE = (8192, 8192, 32)
 _WALK_OTHER = (4096, 4096, 8)
-# Activations whose derivative takes few registers. A program of the walk way (``WalkConfig``) can then keep
+# Activations whose derivative takes few registers. A program of a backward with ``WalkConfig`` can then keep
 # more elements of x and dy in registers (``_WALK_CHEAP``).
 _CHEAP = ("identity", "relu")
 
 
 @dataclass(frozen=True)
 class SmallConfig:
-    """The *small* way: a program holds ``channels`` channels of a sample in registers.
+    """The configuration *small*: one launch, in which a program holds ``channels`` channels in registers.
 
-    These channels are one group or, if ``each_channel``, groups of one channel each. The tile has the axes
-    (lanes, num_warps, steps, block). ``block`` is a number of channels if x is channels-last, and a number of
-    positions if x is channels-first.
+    These channels of one sample are one group or, if ``each_channel``, groups of one channel each. The tile
+    has the axes (lanes, num_warps, steps, block). ``block`` is a number of channels if x is channels-last,
+    and a number of positions if x is channels-first.
 
     If ``tail`` is not 0, the group's last ``tail`` channels are in a second tile, with the axes (tail_lanes,
     num_warps, tail_steps, tail).
@@ -145,7 +153,7 @@ class SmallConfig:
 
 @dataclass(frozen=True)
 class ApplyConfig:
-    """A program of an apply kernel has a tile of ``block_hw`` positions and ``block_c`` channels."""
+    """A program of a kernel that computes y or dx has ``block_hw`` positions of ``block_c`` channels."""
 
     block_hw: int
     block_c: int
@@ -156,18 +164,18 @@ class ApplyConfig:
         """True if a program has the number of warps for few tiles.
 
         That is so in a channels-last forward with few tiles, and in every backward. In a forward with few
-        tiles, registers do not limit how many programs run at once. So its kernel may have a branch that
-        takes more registers (``OPTIONAL`` of ``apply_kernel``).
+        tiles, registers do not limit how many programs run at once. So the forward's kernel may then have a
+        branch that takes more registers (``OPTIONAL`` of ``apply_kernel``).
         """
         return self.num_warps == _APPLY_WARPS_OF_FEW_TILES
 
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """A program of a merge kernel processes all chunks of ``channels`` channels of a sample.
+    """A program of a merge kernel combines the results of all chunks of ``channels`` channels of a sample.
 
-    These channels are one group or, if ``each_channel``, groups of one channel each. The program reads them
-    in tiles of (``block_p`` chunks, ``block_c`` channels).
+    These channels are one group or, if ``each_channel``, groups of one channel each. The program reads the
+    results in tiles of (``block_p`` chunks, ``block_c`` channels).
     """
 
     channels: int
@@ -184,10 +192,11 @@ class MergeConfig:
 
 @dataclass(frozen=True)
 class WalkConfig:
-    """The *walk* way of the backward (``group_norm/walk_kernels.py``).
+    """The configuration *walk*: one launch of the backward, whose programs read a group of x and dy twice.
 
-    A program keeps the last ``kept_hw`` positions of a group in registers. It reads the other positions
-    twice, in tiles of (``block_hw`` positions, ``block_c`` channels).
+    A program keeps the last ``kept_hw`` positions of its group in registers. It reads the other positions
+    twice, in tiles of (``block_hw`` positions, ``block_c`` channels): first to compute sums, then to compute
+    dx (``group_norm/walk_kernels.py``).
     """
 
     block_hw: int
@@ -198,7 +207,11 @@ class WalkConfig:
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """The *split* way: three launches, statistics (or sums of the backward), merge and apply."""
+    """The configuration *split*: three launches.
+
+    The first computes statistics, or in the backward sums, of chunks of positions. The second merges them for
+    each group. The third reads x again and computes y or dx.
+    """
 
     statistics: StatisticsConfig
     apply: ApplyConfig
@@ -218,7 +231,7 @@ def launch_config(
     """The configuration of kernels that normalize x (N, C, HW) or, if ``backward``, compute its gradients.
 
     Args:
-        channels_last: the layout of x.
+        channels_last: True if x is channels-last, False if it is channels-first.
         num_sms: multiprocessors of the GPU.
         itemsize: bytes of an element of x. It makes no difference in the backward.
     """
@@ -226,8 +239,8 @@ def launch_config(
     elements = small.lanes * small.num_warps * small.steps * small.block + next_power_of_2(HW) * small.tail
     long_rows = channels_last and small.channels * itemsize >= _SMALL_LONG_ROW
     largest = _SMALL_MAX_ELEMENTS_OF_LONG_ROWS if long_rows else _SMALL_MAX_ELEMENTS
-    # The elements of a warp must fit into its registers. In channels-first a warp holds all positions of its
-    # channels, which may be too many for that.
+    # The elements of a warp must fit into the warp's registers. If x is channels-first, a warp holds all
+    # positions of its channels, and these may be too many for the registers.
     fits = (
         elements <= (_SMALL_BACKWARD_MAX_ELEMENTS if backward else largest)
         and elements <= small.num_warps * _SMALL_MAX_PER_WARP
@@ -251,15 +264,16 @@ def walk_config(
     activation: str,
     shift_grad: bool = False,
 ) -> WalkConfig | None:
-    """The configuration of the walk way (``WalkConfig``) for the gradients of x (N, C, HW).
+    """The ``WalkConfig`` of the kernel that computes the gradients of x (N, C, HW).
 
-    None if the split way (``SplitConfig``) is faster, or if a sample has too many elements for int32 offsets.
+    None if the three launches of ``SplitConfig`` are faster, or if a sample has too many elements for int32
+    offsets.
 
     Args:
         l2_bytes: size of the GPU's L2.
         itemsize: bytes of an element of x. dy is assumed to have elements of the same size. dy must have the
             layout of x.
-        activation: its name.
+        activation: name of the activation.
         shift_grad: True if the gradient of the shift is wanted.
     """
     CG = C // num_groups
@@ -294,8 +308,8 @@ def _small_config(
     C: int, HW: int, num_groups: int, channels_last: bool, itemsize: int, backward: bool
 ) -> SmallConfig:
     """The ``SmallConfig`` for these sizes. ``launch_config`` uses it if the group is small enough."""
-    # A second tile, and the sizes in ``_SMALL_PER_WARP``, were measured only for channels-last forwards.
-    # Other launches do not use them.
+    # A second tile for a group's last channels, and the sizes in ``_SMALL_PER_WARP``, were measured only for
+    # channels-last forwards. Other launches do not use them.
     is_measured = channels_last and not backward
     each_channel = num_groups == C and channels_last
     channels = min(_EACH_CHANNEL_BLOCK, next_power_of_2(C)) if each_channel else C // num_groups
@@ -325,7 +339,7 @@ def _small_config(
 def apply_config(
     N: int, C: int, HW: int, channels_last: bool, num_sms: int, *, backward: bool = False
 ) -> ApplyConfig:
-    """The tile of the apply kernels for x (N, C, HW)."""
+    """The tile of the kernels that compute y or dx element by element, for x (N, C, HW)."""
     longest = min(next_power_of_2(HW), power_of_2_below(MAX_OFFSET // C))
     if channels_last:
         widest = _APPLY_BACKWARD_CHANNELS if backward else _APPLY_CHANNELS

@@ -1,8 +1,9 @@
 """InstanceNorm with a fused activation: ``group_norm`` with a group for each channel.
 
-``group_norm/op.py`` has the formula, ``group_norm/kernels.py`` the layouts and numerics. In channels-last a
-program normalizes several neighboring channels (``each_channel`` in ``group_norm/config.py``). With one
-16-bit channel, a program would use only two bytes of every 32 that memory delivers.
+``group_norm/op.py`` has the formula, ``group_norm/kernels.py`` the layouts and numerics. If x is
+channels-last, a program normalizes several neighboring channels (``each_channel`` in
+``group_norm/config.py``). With a single 16-bit channel, a program would use only two bytes of each 32 bytes
+that memory delivers.
 
 Source: Ulyanov, Vedaldi and Lempitsky, "Instance Normalization: The Missing Ingredient for Fast
 Stylization", 2016.
@@ -28,8 +29,8 @@ def instance_norm(
     """InstanceNorm followed by an activation, fused into Triton kernels on NVIDIA GPUs.
 
     Args:
-        x: (N, C, *spatial), with at least one spatial dimension. There may be no position or several, but
-            not exactly one.
+        x: (N, C, *spatial), with at least one spatial dimension. The number of positions, which is the
+            product of the spatial sizes, may be 0 or more than 1, but not 1.
         weight, bias: (C,) or None, independently of each other.
         eps: added to the variance of each channel of each sample.
         activation: a key of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
@@ -37,7 +38,10 @@ def instance_norm(
     Shapes: the output has the shape of x.
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. weight and bias may have any of
         these dtypes. The output has the dtype of x, also under autocast.
-    Layout, Grad: as for ``sdfastgn.group_norm``.
+    Layout: any. The output has the strides of x if x is channels-first or channels-last. Else it is
+        channels-last if the channels of x have stride 1, and channels-first otherwise.
+    Grad: every tensor has gradients. Second derivatives, the transforms of torch.func (vmap, jacrev) and
+        forward-mode AD run in plain PyTorch.
     Raises:
         TypeError: a tensor is not strided or has another dtype, or another argument has the wrong type.
         ValueError: a shape, a device or the activation's name does not fit, or there is only one position,

@@ -1,7 +1,6 @@
 """Triton kernels of GroupNorm + activation. Formula and op: ``group_norm/op.py``.
 
-There are two ways to launch these kernels. If the caller gives the statistics of x, the way is always split.
-Otherwise ``launch_config`` chooses a way from the sizes, the layout and the dtype of x:
+There are two ways to launch these kernels:
 
 - *small*, for small groups: a program holds a whole group in registers. One launch reads x and writes y
   (``small_kernel``). If each channel is a group and x is channels-last, a program holds several channels
@@ -11,6 +10,9 @@ Otherwise ``launch_config`` chooses a way from the sizes, the layout and the dty
   of each group, and stores a scale and an offset for each channel. ``apply_kernel`` reads x again and
   writes y. If the caller gives the statistics, the first launch is left out.
 
+If the caller gives the statistics, split is always used. Otherwise ``launch_config`` chooses one of the two
+from the sizes, the layout and the dtype of x.
+
 Pointers have the same meaning in all kernels. x, y and statistics are never None. ``table`` is None only in
 BatchNorm's launches. Every other pointer may be None:
 
@@ -18,17 +20,18 @@ BatchNorm's launches. Every other pointer may be None:
   (N, HW, C) tokens; the dtype of y is the dtype of x, or fp32;
 - ``mean``, ``rstd``: (N, G) fp32, mean and 1 / deviation of each group. Stored for the backward;
 - ``weight``, ``bias``: (C,);
-- ``shift``, ``ada_scale``, ``ada_shift``: (N, C), ``*_stride`` elements from row to row, or (C,) with a
-  stride of 0;
+- ``shift``, ``ada_scale``, ``ada_shift``: (N, C) or (C,). The kernels' arguments ``shift_stride``,
+  ``ada_scale_stride`` and ``ada_shift_stride`` are the numbers of elements between two rows, or 0 for (C,);
 - ``statistics``: (2, N, P, C) fp32, mean and M2 of each channel in each of a sample's P chunks;
 - ``table``: fp32 scratch memory. At ``table_offset`` are planes of ``table_plane`` values. Each plane has a
-  value for each sample and channel: the scale, the offset and, without ``FOLD``, the mean to subtract from x.
+  value for each sample and channel. The planes are the scale, the offset and, for fp32 x, the mean to
+  subtract from x. For 16-bit x the mean is part of the offset (constant ``FOLD``).
 
 BatchNorm launches ``channels_kernel`` and ``merge_kernel`` too (``batch_norm/plans.py``). The batch is then
 one sample, each channel is a group, and ``rstd`` gets the variance. Only BatchNorm has these pointers:
 
 - ``residual``: in the layout of x, added before the activation;
-- ``running_mean``, ``running_var``: (C,), its running averages, updated in place.
+- ``running_mean``, ``running_var``: (C,), BatchNorm's running averages, updated in place.
 
 Programmatic dependent launch (``PDL``, from sm_90 on): a kernel starts while the kernel before it still
 runs, and calls ``gdc_wait`` before it reads what that kernel writes. With ``AHEAD``,
@@ -36,9 +39,9 @@ runs, and calls ``gdc_wait`` before it reads what that kernel writes. With ``AHE
 kernels that run earlier in the call let the next kernel start only when x is complete and in L2
 (docs/adr/0007-programmatic-dependent-launch.md).
 
-Numerics: fp32, rounded once at the store. Squares are of deviations, never of the values themselves. Chan's
-formula merges the sums of squared deviations in a fixed order without atomics, so every run gives the same
-bits. Offsets that can pass 2^31 are int64.
+Numerics: the kernels compute in fp32, and round once when they store. Variances are computed from squared
+deviations, never from squares of the values themselves. Chan's formula merges the sums of squared deviations
+in a fixed order without atomics, so every run gives the same bits. Offsets that can pass 2^31 are int64.
 """
 
 from __future__ import annotations
@@ -63,11 +66,14 @@ from sdfastgn.kernels.common.tiles import (
 )
 from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum, update_average
 
-# Triton's ``do_not_specialize`` keeps sizes out of the compiled kernels, so that a new resolution compiles
-# few kernels. Constants tell the compiler what it must know about a size. For example, kernels in which C is
-# no constant have the constant ``C_FACTOR``, a power of 2 that divides C.
+# The strides, which the kernels name in Triton's ``do_not_specialize``. Sizes that are named there do not
+# become part of the compiled kernel, so a new resolution compiles few kernels. Constants tell the compiler
+# what it must know about a size. For example, kernels in which C is no constant have the constant
+# ``C_FACTOR``, a power of 2 that divides C.
 _STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
-# (pivot - mean)^2 / variance above which ``small_kernel`` computes the variance in a second pass.
+# ``small_kernel`` subtracts a pivot, the group's first value, before it sums values and their squares. If
+# (pivot - mean)^2 is more than this number times the variance, it computes the variance again from squared
+# deviations, because the sum of squares is then not exact enough.
 _FAR = tl.constexpr(64.0)
 
 
@@ -110,8 +116,9 @@ def _small_tile(
         x, shift: the loaded values. shift is 0 if ``shift_ptr`` is None or ``shifted`` is 0.
         d: x + shift - pivot, 0 where masked.
         pivot: the group's first value of x + shift. It is subtracted from all values before they are summed.
-        scale, offset: the results of ``channel_affine``.
-        mask: which elements of the tile exist.
+        scale, offset: of each channel. The activation's argument is xhat * scale + offset, where xhat is the
+            normalized x (``channel_affine``).
+        mask: True for the elements of the tile that exist in x.
         out: offsets of the elements in y.
     """
     outer = (along_steps(STEPS) * WARPS + along_warps(WARPS)) * LANES + along_lanes(LANES)
@@ -155,10 +162,10 @@ def small_kernel(
     If ``TAIL`` is not 0, the group's last ``TAIL`` channels are in a second tile. With one tile, whose sizes
     must be powers of 2, up to half of the elements would be padding.
 
-    ``shifted``: 1 if ``shift`` is a shift, 0 if the pointer is a placeholder that is not read.
-    ``activates``, ``OPTIONAL``: as in ``_output``.
+    ``shifted``: 1 if ``shift_ptr`` points to a shift, 0 if it is a placeholder that is not read.
+    ``activates``, ``OPTIONAL``: if ``OPTIONAL`` is True, the activation is left out if ``activates`` is 0.
     """
-    # fp32 results: the variance is summed in a second pass over the registers, when the mean is known.
+    # If y is fp32, the variance is summed in a second pass over the registers, when the mean is known.
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     PARTS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
     part = tl.program_id(0)
@@ -186,7 +193,7 @@ def small_kernel(
         d = tl.where(mask, difference(x, shift, pivot), 0.0)
         if TAIL:
             tail_d = tl.where(tail_mask, difference(tail_x, tail_shift, pivot), 0.0)
-    # d - mean is an explicit fma: else ptxas may give y other bits in calls that also store the mean.
+    # Without the explicit fma, ptxas may give y other bits in calls that also store the mean.
     if EXACT and not TAIL:
         total = tile_sum(d)
         d = tl.where(mask, tl.fma(total, -share, d), 0.0)
@@ -203,7 +210,7 @@ def small_kernel(
             tail_d = tl.where(tail_mask, tl.fma(total, -share, tail_d), 0.0)
         mean = total * share
         variance = tl.fma(mean, -mean, square * share)
-        # If the pivot is far from the mean, this variance is inexact, or inf - inf, and is computed again.
+        # If the pivot is far from the mean, the variance above is inexact, or NaN. It is then computed again.
         again = (mean * mean > _FAR * variance) | (square == float("inf"))
         if EXACT:
             again = True
@@ -256,7 +263,8 @@ def channels_kernel(
     if PDL:
         gdc_wait()
     x = tl.load(x_ptr + base + at, mask=mask, other=0.0).to(tl.float32)
-    # Offset of each channel's first element, whose value is the pivot.
+    # Offset of each channel's first element. Its value, the pivot, is subtracted from the channel's values
+    # before they are summed, which reduces rounding errors.
     first = c if IMAGE is None else c * IMAGE
     pivot = tl.load(x_ptr + base + first, mask=in_range, other=0.0).to(tl.float32)
     d = x - pivot
@@ -274,7 +282,8 @@ def channels_kernel(
         pivot = mean_as_pivot(pivot, total, share)
         d = tl.where(mask, difference(x, shift, pivot), 0.0)
         total = channel_sum(d)
-    # d - mean. ``small_kernel`` explains why the fma is explicit.
+    # Subtracts the mean from d. Without the explicit fma, ptxas may give y other bits in calls that also
+    # store the mean.
     d = tl.where(mask, tl.fma(total, -share, d), 0.0)
     variance = channel_sum(d * d) * share
     rstd = inverse_deviation(variance, eps)
@@ -295,8 +304,8 @@ def channels_kernel(
 def _partials(base, plane, start, chunks, rows, HW, c, in_range, shift, C, BLOCK_P: tl.constexpr):
     """Loads the statistics of channels ``c`` in ``BLOCK_P`` chunks, from chunk ``start`` on.
 
-    Returns mean + shift, M2 and count, three tiles of shape (BLOCK_P, channels). count is a chunk's number of
-    positions, and 0 where the chunk or the channel does not exist.
+    Returns mean + shift, M2 and count, three tiles of shape (BLOCK_P, channels). M2 is the sum of squared
+    deviations. count is a chunk's number of positions, and 0 where the chunk or the channel does not exist.
     """
     p = start + tl.arange(0, BLOCK_P)[:, None]
     count = tl.minimum(rows, HW - p.to(tl.int64) * rows).to(tl.int32)
@@ -321,8 +330,8 @@ def _differences(
 ):  # fmt: skip
     """Sums d * count over all chunks of a group, where d is a chunk's mean + shift - pivot.
 
-    ``to_pivot`` is shift - pivot. Returns (d, M2, count) of the first ``BLOCK_P`` chunks, which the caller
-    needs again, and the sum.
+    ``to_pivot`` is shift - pivot. Returns four values: d, M2 (the sum of squared deviations) and count (the
+    number of positions) of each of the first ``BLOCK_P`` chunks, which the caller needs again, and the sum.
     """
     d, m2, weight = _partials(base, plane, 0, chunks, rows, HW, c, in_range, to_pivot, C, BLOCK_P)
     total = d * weight
@@ -349,13 +358,14 @@ def merge_kernel(
     FOLD: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr, C_FACTOR: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A program merges the statistics of one group by Chan's formula, and stores its channels' table values.
+    """A program merges the statistics of one group by Chan's formula.
 
+    It stores in ``table`` the scale and the offset with which ``apply_kernel`` normalizes each channel.
     If ``EACH_CHANNEL``, it does so for ``CHANNELS`` groups of one channel each. If ``table`` is None, as for
     BatchNorm, it only stores mean and variance.
 
     Numbers:
-        shifted: 1 if ``shift`` is a shift, 0 if the pointer is a placeholder that is not read.
+        shifted: 1 if ``shift_ptr`` points to a shift, 0 if it is a placeholder that is not read.
         CHANNELS, parts: channels of a program, and programs of a sample.
         complete: 1 if the statistics kernel runs before this kernel, else 0. With 1, x is complete when this
             kernel starts, so the next kernel may start at once. With 0, it may start only
@@ -364,13 +374,14 @@ def merge_kernel(
         plane: elements of each half of ``statistics``.
 
     Constants:
-        EXACT: True if y is fp32. The means are then merged again, from a better pivot.
+        EXACT: True if y is fp32. The means of the chunks are then merged twice. The first result, which is
+            close to the group's mean, is subtracted from the chunks' means before the second merge.
         FOLD: True if x has 16 bits. The table then has offset - mean * scale instead of offset and mean,
-            which saves the apply kernel a load and registers. The rounding error of that value is
+            which saves the apply kernel a load and registers. The rounding error of offset - mean * scale is
             proportional to mean / deviation, as in PyTorch. If all values of a group were equal, the error of
             y could be 0.5. So such a group gets the scale 0, and its offset is stored without the mean.
         LOOP: True if there may be more than ``BLOCK_P`` chunks.
-        C_FACTOR: a divisor of C and CHANNELS, for ``multiple_of``.
+        C_FACTOR: a divisor of C and CHANNELS. It tells the compiler how loads are aligned.
     """
     C, CHANNELS = multiple_of(C, C_FACTOR), multiple_of(CHANNELS, C_FACTOR)
     part = tl.program_id(0)
@@ -406,7 +417,8 @@ def merge_kernel(
         d, part_m2, weight, total = _differences(
             base, plane, chunks, rows, HW, c, in_range, to_pivot, C, EACH_CHANNEL, LOOP, BLOCK_P
         )
-    d = tl.fma(total, -share, d)  # ``small_kernel`` explains why the fma is explicit
+    # Without the explicit fma, ptxas may give the results other bits in calls that also store the mean.
+    d = tl.fma(total, -share, d)
     m2 = part_m2 + d * d * weight
     if LOOP:
         for start in range(BLOCK_P, chunks, BLOCK_P):
@@ -449,10 +461,10 @@ def apply_kernel(
     Constants:
         OPTIONAL: True if ``activates`` decides whether the activation is applied. Without ``OPTIONAL`` it is
             always applied.
-        FOLD: True if the table has no mean (``merge_kernel``).
+        FOLD: True if the table has offset - mean * scale, instead of the offset and the mean.
         EVEN: True if no element is masked.
         AHEAD: True if x is read before ``gdc_wait``.
-        C_FACTOR, HW_FACTOR: divisors of C and HW, for ``multiple_of``.
+        C_FACTOR, HW_FACTOR: divisors of C and HW. They tell the compiler how loads are aligned.
     """
     # The first programs take the last rows, which the statistics kernel has left in L2.
     pid = tl.num_programs(0) - 1 - tl.program_id(0)

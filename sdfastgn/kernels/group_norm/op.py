@@ -42,23 +42,24 @@ from sdfastgn.kernels.group_norm.plain import plain_group_norm
 
 
 def _rows(operand: Tensor, call: Any) -> Tensor:
-    """Returns ``operand``, (C,) or (N, C), with contiguous channels. It is a copy if needed."""
+    """Returns ``operand``, (C,) or (N, C), or a contiguous copy if its channels do not have stride 1."""
     return operand if operand.stride(-1) == 1 else operand.contiguous()
 
 
 def _dense_gradient(dy: Tensor, call: Any) -> Tensor:
     """Returns ``dy`` if it is channels-last or channels-first, else a copy in the layout of x.
 
-    If ``tokens``, dy is (N, HW, C) and is made contiguous.
+    If the forward returned tokens (N, HW, C), dy has that shape, and the result is dy or a contiguous copy.
     """
     if call.tokens:
         return dy.contiguous()
     return dy if is_dense(dy) else empty_dense_like(call.x, dy.dtype).copy_(dy)
 
 
-# Annotation of weight and bias.
+# Type of the arguments weight and bias: a tensor of shape (C,), or None.
 _PerChannel = Annotated[Tensor | None, Operand("(C,)", whole=_rows)]
-# Annotation of shift, ada_scale and ada_shift.
+# Type of the arguments shift, ada_scale and ada_shift: a tensor with a row for each sample, or one row for
+# all samples, or None.
 _PerSample = Annotated[Tensor | None, Operand("(C,)", "(1, C)", "(N, C)", whole=_rows)]
 
 
@@ -74,13 +75,14 @@ class GroupNormCall(NamedTuple):
     shift: _PerSample
     ada_scale: _PerSample
     ada_shift: _PerSample
-    # (2, N, P, C) fp32: statistics of x, without the shift.
+    # Mean and sum of squared deviations of each channel of x, without the shift, in each of P chunks of
+    # positions. The shape is (2, N, P, C), the dtype is fp32.
     statistics: Annotated[Tensor | None, Operand(has_gradient=False)]
     tokens: bool
     out_dtype: torch.dtype | None
 
 
-# Default values of all arguments after ``activation``.
+# Default values of the arguments of ``GroupNormCall`` after ``activation``, in their order.
 NO_MORE = (None, None, None, None, False, None)
 
 
@@ -103,8 +105,9 @@ def reference_group_norm(
 ) -> Tensor:
     """Computes ``group_norm`` in plain PyTorch, in fp32, or in fp64 for fp64 input.
 
-    It runs where no kernel can run. Tests compare with its results in fp64. Arguments are as in
-    ``group_norm``; ``out_dtype`` is the dtype of the result, by default the dtype of x.
+    This function runs where no kernel can run. Tests compare the kernels' results with the results of this
+    function in fp64. Arguments are the same as in ``group_norm``, except that ``out_dtype`` is the dtype of
+    the result, by default the dtype of x, and that there is no argument ``statistics``.
     """
     operands = shift, ada_scale, ada_shift
     call = GroupNormCall(x, num_groups, weight, bias, eps, activation, *operands, None, tokens, out_dtype)
@@ -112,12 +115,12 @@ def reference_group_norm(
 
 
 def _reference(call: GroupNormCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes (y, mean, rstd) in plain PyTorch."""
+    """Computes the output of GroupNorm, and mean and 1 / deviation of each group, in plain PyTorch."""
     x = call.x
     dtype = torch.promote_types(x.dtype, torch.float32)
 
     def per_channel(operand: Tensor) -> Tensor:
-        """(N, C) or (C,) -> (N or 1, C, 1, ...), which broadcasts to the shape of x."""
+        """Reshapes ``operand``, (N, C) or (C,), to (N or 1, C, 1, ...), which broadcasts to x."""
         return operand.to(dtype).reshape(-1, x.shape[1], *[1] * (x.dim() - 2))
 
     u = x.to(dtype)
@@ -136,7 +139,7 @@ def _reference(call: GroupNormCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def empty_saved(call: GroupNormCall) -> Tensor:
-    """Uninitialized memory for mean or rstd: (N, G) in fp32, or in fp64 for fp64 input."""
+    """Returns uninitialized memory for mean or rstd: (N, G) in fp32, or in fp64 for fp64 input."""
     dtype = torch.promote_types(call.x.dtype, torch.float32)
     return call.x.new_empty((call.x.shape[0], call.num_groups), dtype=dtype)
 
@@ -178,7 +181,7 @@ def _check_statistics(name: str, x: Tensor, statistics: Any) -> None:
     check_device(name, "statistics", statistics, x)
 
 
-# What the forward saves for the backward: mean and rstd of each group (``empty_saved``).
+# The tensors that the forward saves for the backward: mean and 1 / deviation of each group.
 _SAVED = ("mean", "rstd")
 GROUP_NORM_BACKWARD = GradOp(
     "group_norm_backward",
@@ -228,10 +231,11 @@ def group_norm(
             time embedding.
         ada_scale, ada_shift: (N, C), (1, C) or (C,). Adaptive GroupNorm: the norm's result z becomes
             ``z * (1 + ada_scale) + ada_shift`` before the activation.
-        statistics: (2, N, P, C) fp32, P >= 1, the statistics of x without ``shift``, which save a pass
-            over x. They come from ``sdfastgn.channel_statistics``, or together with x from
-            ``add_with_statistics``, ``cat_with_statistics`` or ``upsample_conv2d``. This function does not
-            check whether they are the statistics of x. Calls that run in plain PyTorch ignore them.
+        statistics: (2, N, P, C) fp32, P >= 1: mean and sum of squared deviations of each channel of x,
+            without ``shift``, in each of P chunks of positions. With them the kernels read x only once.
+            They come from ``sdfastgn.channel_statistics``, or together with x from ``add_with_statistics``,
+            ``cat_with_statistics`` or ``upsample_conv2d``. This function does not check whether they are
+            the statistics of x. Calls that run in plain PyTorch ignore them.
         tokens: return contiguous tokens (N, HW, C), as attention takes them. HW is the product of the
             spatial sizes.
 

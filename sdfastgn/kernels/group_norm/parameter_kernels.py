@@ -1,6 +1,6 @@
 """Triton kernels of GroupNorm's backward that compute the gradients of all operands but x.
 
-The kernels that read x and dy leave sums for each sample and channel (``totals``). ``parameter_grads``
+The kernels that read x and dy store sums for each sample and channel (``totals``). ``parameter_grads``
 computes the gradients of weight, bias, shift, ada_scale and ada_shift from these sums. It runs in the first
 programs of ``apply_grad_kernel`` or, if that kernel is not launched, in ``parameter_grad_kernel``. If there
 are many samples, each program of ``parameter_grad_kernel`` sums only a part of the samples, and
@@ -24,9 +24,10 @@ def _add_samples(
     at, mask, values, total,
     STRIDED: tl.constexpr,
 ):  # fmt: skip
-    """Stores the gradients ``values`` of an operand that has a row for each sample (``STRIDED``).
+    """Stores ``values``, the gradients of an operand that has a row for each sample (``STRIDED``).
 
-    For an operand that all samples share, it adds ``values`` to ``total``. Returns ``total``.
+    If all samples share the operand, this function instead adds ``values`` to ``total``. It returns
+    ``total``.
     """
     if grad_ptr is not None:
         if STRIDED:
@@ -59,12 +60,13 @@ def parameter_grads(
 
     The part begins at sample ``part`` * ``rows``.
 
-    ``totals_ptr``: fp32 planes (N, C) of the sums of dz, of dz * xhat, and the shift's gradient.
+    ``totals_ptr``: three fp32 planes (N, C): the sum of dz (the gradient of the activation's argument), the
+    sum of dz * xhat (xhat: the normalized x), and the shift's gradient.
 
     Constants:
         SHIFT_ROWS, SCALE_ROWS, OFFSET_ROWS: True if shift, ada_scale or ada_shift has a row for each sample.
-            Its gradient is then stored for each sample, in (N, C). Gradients of other operands are summed
-            over the samples of the part, and stored in row ``part`` of (parts, C).
+            The operand's gradient is then stored for each sample, in (N, C). Gradients of operands that all
+            samples share are summed over the samples of the part, and stored in row ``part`` of (parts, C).
     """
     c = program * BLOCK_C + tl.arange(0, BLOCK_C)
     in_range = c < C
@@ -116,7 +118,7 @@ def parameter_grad_kernel(
 ):  # fmt: skip
     """A program runs ``parameter_grads`` for ``BLOCK_C`` channels and one part of ``rows`` samples.
 
-    ``scratch``: fp32. At ``totals_offset`` it has what ``parameter_grads`` gets as ``totals_ptr``.
+    ``scratch``: fp32 memory. The sums from which the gradients are computed begin at ``totals_offset``.
     """
     columns = tl.cdiv(C, BLOCK_C)
     if PDL:
@@ -135,10 +137,10 @@ def parameter_sum_kernel(
     parts, plane,
     C: tl.constexpr, PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A program sums one block of channels of one gradient over the parts.
+    """A program adds up the parts' sums for one gradient and one block of channels.
 
-    ``partials``: fp32, one plane of (parts, C) for each of the five gradients, ``plane`` elements apart.
-    A gradient whose pointer is None is left out.
+    Each part is a part of the samples. ``partials``: fp32, one plane of (parts, C) for each of the five
+    gradients. Planes are ``plane`` elements apart. A gradient whose pointer is None is not computed.
     """
     which = tl.program_id(0) % 5
     c = tl.program_id(0) // 5 * BLOCK_C + tl.arange(0, BLOCK_C)

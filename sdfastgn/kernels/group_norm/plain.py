@@ -2,13 +2,13 @@
 
 PyTorch's channels-last kernel for CPUs has two faults (PyTorch 2.13). It computes the variance as a
 difference of squares, which is less exact. And its backward crashes if x needs no gradient but a parameter
-does. So ``plain_group_norm`` makes the input channels-first. If x has one channel or one position, it is
-contiguous in both layouts, and its strides decide which kernel PyTorch runs. So the strides become
-channels-first too.
+does. So ``plain_group_norm`` makes the input channels-first. If x has one channel or one position, x is
+contiguous in both layouts, and PyTorch chooses its kernel by the strides of x. So ``plain_group_norm`` makes
+these strides channels-first too.
 
 ``plain_group_norm`` also corrects results where the mean is far above the deviation (``common/far_mean.py``).
-``channels_last_group_norm`` runs the channels-last kernel, so that a module gives the bits of
-``nn.GroupNorm``. It returns None where one of the faults would matter.
+``channels_last_group_norm`` runs PyTorch's channels-last kernel all the same, so that a module of sdfastgn
+gives the bits of ``nn.GroupNorm``. It returns None where one of the two faults would matter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sdfastgn.kernels.common.private import suggest_memory_format
 def plain_group_norm(
     u: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes (z, mean, rstd) of GroupNorm of ``u``.
+    """Computes GroupNorm of ``u``: the result z, and mean and 1 / deviation (rstd) of each group.
 
     Args:
         u: (N, C, *spatial), any floating dtype and layout.
@@ -59,11 +59,12 @@ def plain_group_norm(
 def channels_last_group_norm(
     u: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Computes (z, mean, rstd) with exactly the bits of ``nn.GroupNorm`` for a channels-last ``u`` on a CPU.
+    """Computes GroupNorm with exactly the bits of ``nn.GroupNorm``, for a channels-last ``u`` on a CPU.
 
-    It makes fewer copies than ``plain_group_norm``, and is less exact. Returns None if the result would be
-    inaccurate (``is_far``), if PyTorch's backward would crash, if u is not channels-last on a CPU, or if the
-    call is traced.
+    Returns the result, and mean and 1 / deviation of each group. This function makes fewer copies than
+    ``plain_group_norm``, and is less exact. It returns None if the result would be inaccurate because the
+    mean is far above the deviation, if PyTorch's backward would crash, if u is not channels-last on a CPU, or
+    if torch.compile or another tool traces the call.
     """
     if not (u.is_cpu and dispatch.is_untraced(u, (weight, bias)) and is_channels_last_to_pytorch(u)):
         return None

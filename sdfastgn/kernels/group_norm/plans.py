@@ -32,9 +32,10 @@ ALIGNED = 64
 
 
 class TablePlan:
-    """The launches (statistics and merge) that write the table of scales and offsets.
+    """The launches that compute a scale and an offset for each sample and channel, and write them to a table.
 
-    ``group_norm/kernels.py`` explains the table.
+    These are a launch of the statistics kernel, unless the call gives the statistics, and a launch of
+    ``merge_kernel``. ``group_norm/kernels.py`` explains the table.
 
     Attributes:
         scratch: number of fp32 values in the memory that ``run`` returns.
@@ -64,27 +65,32 @@ class TablePlan:
     def run(
         self, stream: int, call: GroupNormCall, mean: Tensor | None = None, rstd: Tensor | None = None
     ) -> Tensor:
-        """Launch, and return the memory with the table. Also fills ``mean`` and ``rstd`` if given."""
+        """Launches the kernels, and returns the memory with the table.
+
+        Also fills ``mean`` and ``rstd`` with mean and 1 / deviation of each group, if they are not None.
+        """
         x, _, weight, bias, _, _, shift, ada_scale, ada_shift, statistics, _, _ = call
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=x.device)
         if self.statistics is not None:
             statistics = scratch
             self.statistics.on_stream(stream, x, statistics)
-        # Without a shift, the kernel gets weight in place of shift, and does not read it (``shifted`` is 0).
-        # So norms with and without a shift share one compiled kernel, if they have a weight.
+        # Without a shift, ``merge_kernel`` gets the weight's pointer in place of the shift's, and does not
+        # read through it, because its argument ``shifted`` is 0. So norms with and without a shift share one
+        # compiled kernel, if they have a weight.
         shift = weight if shift is None else shift
         self.merge(stream, statistics, scratch, mean, rstd, weight, bias, shift, ada_scale, ada_shift)
         return scratch
 
 
 class GroupNormPlan:
-    """The launches for calls with equal shapes, strides, dtypes and options.
+    """The launches of ``group_norm`` for calls with equal shapes, strides, dtypes and options.
 
-    They are ``small``, or ``table`` and ``apply``.
+    There is either one launch, ``small``, or the launches of ``table``, which compute scales and offsets, and
+    after them ``apply``, which computes y.
 
     Attributes:
         of_batches: one None for each pointer of ``small`` that only BatchNorm uses.
-        tokens: the shape of y if it is tokens, else None.
+        tokens: (N, HW, C), the shape of y, if the call wants tokens, else None.
     """
 
     __slots__ = ("apply", "of_batches", "small", "table", "tokens")
@@ -107,12 +113,16 @@ class GroupNormPlan:
             self.apply = _apply(call, HW, channels_last, self.table.memory)
 
     def run_and_save(self, call: GroupNormCall) -> tuple[Tensor, Tensor, Tensor]:
-        """Launch, and return (y, mean, rstd)."""
+        """Launches the kernels, and returns y and, for the backward, mean and 1 / deviation of each group."""
         mean, rstd = empty_saved(call), empty_saved(call)
         return self.run(call, mean, rstd), mean, rstd
 
     def run(self, call: GroupNormCall, mean: Tensor | None = None, rstd: Tensor | None = None) -> Tensor:
-        """Launch, and return y. Also fills ``mean`` and ``rstd`` (N, G), unless they are None."""
+        """Launches the kernels, and returns y.
+
+        Also fills ``mean`` and ``rstd`` (N, G) with mean and 1 / deviation of each group, unless they are
+        None.
+        """
         stream = gpu.stream_of(call.x)
         if stream is None:
             with torch.cuda.device(call.x.device):
@@ -121,14 +131,15 @@ class GroupNormPlan:
         if self.tokens is not None:
             y = torch.empty(self.tokens, dtype=out_dtype or x.dtype, device=x.device)
         elif out_dtype is None:
-            y = torch.empty_like(x)  # without ``dtype`` it takes two thirds of the CPU time
+            y = torch.empty_like(x)  # takes two thirds of the CPU time of ``empty_like`` with ``dtype``
         else:
             y = torch.empty_like(x, dtype=out_dtype)
         if self.small is not None:
-            # If there is no shift, ``small_kernel`` gets weight in place of the shift. It then reads nothing
-            # through ``shift_ptr``, because ``shifted`` is 0. So norms with and without a shift share one
-            # compiled kernel, if they have a weight. ``channels_kernel`` has no ``shifted``, so it gets the
-            # shift as it is. Only its launches have ``of_batches``.
+            # If there is no shift, ``small_kernel`` gets the weight's pointer in place of the shift's. It
+            # then reads nothing through ``shift_ptr``, because its argument ``shifted`` is 0. So norms with
+            # and without a shift share one compiled kernel, if they have a weight. ``channels_kernel`` has no
+            # argument ``shifted``, so it gets the shift or None. ``of_batches`` is empty for
+            # ``small_kernel``.
             is_small_kernel = not self.of_batches
             shift = call.weight if call.shift is None and is_small_kernel else call.shift
             of_channels = call.weight, call.bias, shift, call.ada_scale, call.ada_shift
@@ -171,7 +182,7 @@ def small_launch(
 def merge_launch(
     call: GroupNormCall, HW: int, chunks: int, tile: MergeConfig, memory: dict[str, int]
 ) -> Launch:
-    """The launch of ``merge_kernel``. A program has one group, or several groups of one channel.
+    """The launch of ``merge_kernel``. A program merges one group, or several groups of one channel.
 
     ``memory``: the numbers ``table_offset`` and ``table_plane`` of ``merge_kernel``.
     """
@@ -184,8 +195,9 @@ def merge_launch(
         HW=HW, chunks=chunks, rows=ceil_div(HW, chunks), plane=N * chunks * C,
         complete=int(call.statistics is None), **memory, FOLD=call.x.dtype != torch.float32,
         EXACT=(call.out_dtype or call.x.dtype) == torch.float32, LOOP=tile.is_full or chunks > tile.block_p,
-        # C_FACTOR is at most 2. If it could be 4, groups of 20 channels and groups of 30 would need two
-        # compiled kernels. Loads of four channels at once are no faster than loads of two.
+        # C_FACTOR is a divisor of C that the compiler knows. It is at most 2. If it could be 4, groups of 20
+        # channels and groups of 30 would need two compiled kernels. Loads of four channels at once are no
+        # faster than loads of two.
         C_FACTOR=math.gcd(2, C, tile.channels), BLOCK_P=tile.block_p, BLOCK_C=tile.block_c,
     )  # fmt: skip
 
@@ -200,8 +212,9 @@ def _apply(call: GroupNormCall, HW: int, channels_last: bool, memory: dict[str, 
     return Launch(
         kernels.apply_kernel, programs, blocks.num_warps, pdl=gpu.has_programmatic_launch(call.x.device),
         C=C, HW=HW, CHANNELS_LAST=channels_last, OUT_LAST=out_last, **memory,
-        # Only launches with few tiles branch on ``activates``. The branch takes registers, so one program
-        # fewer fits on each multiprocessor. That would make launches with many tiles slower.
+        # Only in launches with few tiles does the kernel decide at run time whether it applies the activation
+        # (argument ``activates``). The branch takes registers, so one program fewer fits on each
+        # multiprocessor. That would make launches with many tiles slower.
         **activation_of(call, optional=blocks.few),
         PAIRS=folds and channels_last and blocks.block_c >= PAIRED, FOLD=folds,
         EVEN=C % blocks.block_c == 0 and HW % blocks.block_hw == 0,
@@ -228,7 +241,8 @@ def activation_of(call: GroupNormCall, *, optional: bool) -> dict[str, Any]:
 def pairs_of(call: Any, block: int) -> bool:
     """The kernels' constant ``PAIRS``: True if the sigmoids of two neighbors are computed with one division.
 
-    ``block``: number of contiguous elements in a tile. False if it is below ``PAIRED``, and for fp32 x.
+    ``block``: number of contiguous elements in a tile. The result is False if this number is below
+    ``PAIRED``, or if x is fp32.
     """
     return bool(call.x.dtype != torch.float32 and block >= PAIRED)
 
@@ -241,5 +255,5 @@ def row_stride(operand: Tensor | None) -> int:
 
 
 def strides_of(call: GroupNormCall) -> dict[str, int]:
-    """The kernels' numbers ``shift_stride``, ``ada_scale_stride`` and ``ada_shift_stride``."""
+    """The kernels' arguments ``shift_stride``, ``ada_scale_stride`` and ``ada_shift_stride``, by name."""
     return {f"{name}_stride": row_stride(getattr(call, name)) for name in ("shift", "ada_scale", "ada_shift")}

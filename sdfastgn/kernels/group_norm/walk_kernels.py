@@ -3,7 +3,7 @@
 One program computes the gradients of one group. It walks from the group's first position to the last, and
 computes sums. It keeps the last positions in registers. Then it walks back. It reads x and dy of the other
 positions again, and writes dx. If the groups that run at the same time fit into L2, most of the second read
-comes from L2. The three launches of the *split* way would read everything twice from memory.
+comes from L2. Three launches (``SplitConfig``) would read everything twice from memory.
 
 dy has the layout of x. ``group_norm/backward_kernels.py`` explains pointers, formulas and numerics.
 """
@@ -26,9 +26,10 @@ def _walk_there(
     STEP: tl.constexpr, ACTIVATION: tl.constexpr, SHIFT_GRAD: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Sums dz, dz * xhat and, if ``SHIFT_GRAD``, xhat over the first ``walked`` positions.
+    """Sums dz, dz * xhat and, if ``SHIFT_GRAD``, xhat over the first ``walked`` positions of a group.
 
-    Returns three (BLOCK_HW, BLOCK_C) tiles, which the caller has to sum over their rows.
+    dz is the gradient of the activation's argument, xhat the normalized x. Returns three (BLOCK_HW, BLOCK_C)
+    tiles, which the caller has to sum over their rows.
     """
     tiles = tl.cdiv(walked, BLOCK_HW)
     sum_dz = tl.zeros((BLOCK_HW, BLOCK_C), tl.float32)
@@ -53,12 +54,12 @@ def _walk_back(
     offsets, row, walked, in_range, centre, rstd, scale, offset, mean_g, mean_g_xhat,
     STEP: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, BLOCK_HW: tl.constexpr,
 ):  # fmt: skip
-    """Stores dx of the first ``walked`` positions, from the last tile to the first."""
+    """Stores dx of the first ``walked`` positions of a group, beginning with the last tile."""
     for i in range(tl.cdiv(walked, BLOCK_HW)):
         start = walked - (i + 1) * BLOCK_HW
         at = offsets + start * STEP
         mask = (start + row >= 0) & in_range
-        # "evict_first": this data is not used again, so L2 should keep other data.
+        # x and dy are read here for the second and last time. "evict_first" lets L2 keep other data instead.
         dz, xhat = grad_tile(
             x_ptr, dy_ptr, at, at, mask, centre, rstd, scale, offset, ACTIVATION, PAIRS, "evict_first"
         )
@@ -76,15 +77,17 @@ def walk_grad_kernel(
     PDL: tl.constexpr, PAIRS: tl.constexpr, HW_FACTOR: tl.constexpr,
     BLOCK_HW: tl.constexpr, KEPT_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A program computes dx and the totals of one group, which has ``CG`` channels, of one sample.
+    """A program computes dx of one group, which has ``CG`` channels, of one sample.
 
-    ``totals``: None, or planes of ``plane`` values for the gradients of the operands other than x
-    (``backward_kernels.py``).
+    It also stores sums in ``totals``, unless this is None. ``totals`` has planes of ``plane`` fp32 values,
+    each with one value for each sample and channel: the sum of dz (the gradient of the activation's
+    argument), the sum of dz * xhat (xhat: the normalized x), and the gradient of the shift. From these sums
+    another kernel computes the gradients of the operands other than x.
 
     Constants:
         SHIFT_GRAD: True if the gradient of the shift is wanted.
         KEPT_HW: positions that stay in registers, the last ones of the group; at most HW.
-        HW_FACTOR: a divisor of HW, for ``multiple_of``.
+        HW_FACTOR: a divisor of HW. It tells the compiler how loads are aligned.
     """
     STEP: tl.constexpr = C if CHANNELS_LAST else 1
     group = tl.program_id(0)
@@ -102,8 +105,9 @@ def walk_grad_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # Computes the same as ``_centre`` of ``backward_kernels.py``. But mean and rstd are loaded as scalars,
-    # which take fewer registers than blocks.
+    # ``centre`` is the mean of x + shift, minus shift, so that xhat is (x - centre) * rstd. Mean and rstd are
+    # loaded as scalars, which take fewer registers than the blocks that ``_centre`` of
+    # ``backward_kernels.py`` loads.
     centre = tl.load(mean_ptr + group)
     rstd = tl.load(rstd_ptr + group)
     if shift_ptr is not None:

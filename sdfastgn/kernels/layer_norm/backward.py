@@ -11,7 +11,7 @@ dx is the gradient of both x and the residual. dadded is the gradient of add_bia
 
 On a GPU the kernels of ``layer_norm/backward_kernels.py`` run. They use ``centre`` and ``rstd``, which the
 forward has saved (``layer_norm/kernels.py``). Everywhere else, and for second derivatives,
-``reference_layer_norm_grads`` runs. It computes mean and rstd from x again.
+``reference_layer_norm_grads`` runs. That function computes mean and rstd from x again.
 
 Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, and the chain rule.
 """
@@ -37,15 +37,15 @@ from sdfastgn.kernels.common.plan_cache import named
 class LayerNormGradCall(NamedTuple):
     """The arguments of the op ``sdfastgn::layer_norm_backward``, in its schema's order.
 
-    The last four fields are the dtypes of the gradients of x, weight, bias and add_bias. A field is None if
-    its gradient is not wanted.
+    The last four fields are the dtypes of the gradients of x, weight, bias and add_bias. Such a field is None
+    if the gradient is not wanted.
     """
 
     # dy, dtotal and x are (..., D)
     dy: Tensor
     dtotal: Tensor | None
     x: Annotated[Tensor, Operand("(..., D)", whole=even_rows)]
-    # centre and rstd are (...), and were saved by the forward
+    # centre and rstd are (...). The forward has saved them: the mean and 1 / deviation of each row.
     centre: Tensor
     rstd: Tensor
     # weight is (D,)
@@ -61,8 +61,8 @@ def reference_layer_norm_grads(call: LayerNormGradCall) -> Gradients:
     """Computes the gradients in plain PyTorch, in fp32, or in fp64 for fp64 input.
 
     Returns the wanted gradients in the dtypes that ``call`` gives. The gradient of x has the shape of x. The
-    gradients of weight, bias and add_bias are (D,); the key of the last one is "added". Every step can be
-    differentiated, so second derivatives are right.
+    gradients of weight, bias and add_bias are (D,). The gradient of add_bias has the key "added". Every step
+    can be differentiated, so second derivatives are right.
     """
     x, weight, dtotal = call.x, call.weight, call.dtotal
     D = x.shape[-1]

@@ -16,8 +16,8 @@ Tensors, in addition to the ones in ``layer_norm/kernels.py`` (x is the tensor t
 
 - ``dy``, ``dx``: (rows, D), contiguous, the gradients of y and x; dx may be None;
 - ``dtotal``: (rows, D), contiguous, the gradient of ``add_layer_norm``'s second result, or None;
-- ``sums``: fp32 (2, rows, chunks), sums of dy * weight and of dy * weight * xhat over each chunk. For
-  ``_chunk_grad_kernel`` they are added up over the chunks, to (2, rows);
+- ``sums``: fp32 (2, rows, chunks), sums of dy * weight and of dy * weight * xhat over each chunk, where xhat
+  is the normalized x. ``_chunk_grad_kernel`` gets the sums over all chunks of a row, (2, rows);
 - ``partials``: fp32 (3, programs, D), partial sums for weight, bias and add_bias. ``plane`` is programs * D,
   the number of elements for one of the three;
 - ``dweight``, ``dbias``, ``dadded``: (D,), the gradients of weight, bias and add_bias, or None.
@@ -62,10 +62,13 @@ def _rows_grad_kernel(
     WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes dx and partial column sums. A program processes every ``num_programs``-th tile of whole rows.
+    """Computes dx, and partial sums over rows for the gradients of weight, bias and add_bias.
+
+    A program processes every ``num_programs``-th tile of whole rows.
 
     Constants:
-        ROW_SUMS: True if dx is computed, because it is wanted or because add_bias's gradient is its sum.
+        ROW_SUMS: True if dx is computed. Either dx is wanted, or the gradient of add_bias, which is the sum
+            of dx over rows.
         WEIGHT_GRAD, BIAS_GRAD, ADDED_GRAD: True if the gradient of weight, bias or add_bias is wanted.
         WIDE: True if the warps divide each row among them. False if each warp has whole rows.
     """
@@ -121,10 +124,11 @@ def _chunk_sums_kernel(
     chunks, blocks, d_parts, x_parts, plane,
     PDL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes ``sums``. A program sums dy * weight and dy * weight * xhat over one chunk of one row.
+    """Computes the sums of dy * weight and of dy * weight * xhat, where xhat is the normalized x.
 
-    ``chunks``, ``blocks``, ``d_parts``, ``x_parts``: as in ``_chunk_kernel`` of ``layer_norm/kernels.py``.
-    ``plane``: number of sums of each of the two kinds.
+    A program sums over one chunk of one row. ``chunks``: number of chunks of a row. ``blocks``: number of
+    blocks of ``BLOCK`` elements of a chunk. ``d_parts``, ``x_parts``: D, and the stride of x, divided by
+    ``VECTOR``. ``plane``: number of chunks in all rows, which is the number of sums of each of the two kinds.
     """
     row = (tl.program_id(0) // chunks).to(tl.int64)
     start = (tl.program_id(0) % chunks).to(tl.int64) * blocks * BLOCK
@@ -159,10 +163,12 @@ def _chunk_grad_kernel(
     ROW_SUMS: tl.constexpr, WEIGHT_GRAD: tl.constexpr, BIAS_GRAD: tl.constexpr, ADDED_GRAD: tl.constexpr,
     PDL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes dx and partial column sums. A program has a block of columns of ``group_rows`` rows.
+    """Computes dx, and partial sums over rows for the gradients of weight, bias and add_bias.
 
-    ``d_parts``: D / ``VECTOR``. ``x_parts``: the stride of x / ``VECTOR``. ``plane``: number of partial sums
-    for each of weight, bias and add_bias. Constants as in ``_rows_grad_kernel``.
+    A program has a block of columns of ``group_rows`` rows. ``d_parts``: D / ``VECTOR``. ``x_parts``: the
+    stride of x / ``VECTOR``. ``plane``: number of partial sums for each of weight, bias and add_bias.
+    ``ROW_SUMS``: True if dx is computed. ``WEIGHT_GRAD``, ``BIAS_GRAD``, ``ADDED_GRAD``: True if the gradient
+    of weight, bias or add_bias is wanted.
     """
     D = d_parts.to(tl.int64) * VECTOR
     columns = tl.cdiv(D, BLOCK)
@@ -213,10 +219,10 @@ def _column_sum_kernel(
     count, D, plane,
     PDL: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Computes the gradients of weight, bias and add_bias. A program computes a block of one of the three.
+    """Computes the gradients of weight, bias and add_bias from partial sums.
 
-    It adds up ``count`` partial sums for each column of the block. ``plane``: number of partial sums for each
-    of the three gradients.
+    A program computes a block of columns of one of the three gradients. It adds up ``count`` partial sums for
+    each column. ``plane``: number of partial sums for each of the three gradients.
     """
     which = tl.program_id(0) % 3
     c = (tl.program_id(0) // 3).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)

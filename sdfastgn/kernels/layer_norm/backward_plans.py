@@ -20,11 +20,11 @@ from sdfastgn.kernels.layer_norm.plans import rows_constants
 
 
 class LayerNormGradPlan:
-    """The launches for calls with equal shapes, strides, dtypes and device, which want the same gradients.
+    """The launches of LayerNorm's backward for calls with equal shapes, strides, dtypes and device.
 
-    If rows fit into registers, ``rows_grad`` runs. Otherwise ``chunk_sums`` runs (if dx is needed), and then
-    ``chunk_grad``. If a gradient of weight, bias or add_bias is wanted, ``columns`` runs last. It adds up the
-    partial sums that the other kernels have written.
+    The calls must also want the same gradients. If rows fit into registers, ``rows_grad`` runs. Otherwise
+    ``chunk_sums`` runs (if dx is needed), and then ``chunk_grad``. If a gradient of weight, bias or add_bias
+    is wanted, ``columns`` runs last. It adds up the partial sums that the other kernels have written.
 
     Attributes:
         partials: number of fp32 partial sums; 0 if no gradient of weight, bias or add_bias is wanted.
@@ -84,14 +84,16 @@ class LayerNormGradPlan:
         vector: int,
         pdl: bool,
     ) -> None:
-        """Make the launch ``chunk_grad`` and, if ``uses["ROW_SUMS"]``, the launch ``chunk_sums`` before it.
+        """Makes the launches for rows that do not fit into registers.
 
-        ``groups``: (number of groups of rows, number of rows of a group). ``uses``: the constants of
-        ``_chunk_grad_kernel`` that say which gradients are needed.
+        ``chunk_grad`` is always made, ``chunk_sums`` only if dx is computed. ``groups``: (number of groups of
+        rows, number of rows of a group). ``uses``: the constants of ``_chunk_grad_kernel`` that say which
+        gradients are needed.
         """
         count, group_rows = groups
-        # Kernels get D / VECTOR and stride / VECTOR, and multiply them by VECTOR. So the compiler knows that
-        # D and the stride of x are multiples of VECTOR, and can load vectors.
+        # VECTOR is the number of elements that a thread loads at once. Kernels get D and the stride of x
+        # divided by VECTOR, and multiply them by VECTOR. So the compiler knows that D and the stride are
+        # multiples of VECTOR, and can load vectors.
         parts = {"d_parts": D // vector, "x_parts": x_stride // vector}
         tile = {"VECTOR": vector, "BLOCK": config.block}
         self.chunks = config.chunks
@@ -107,14 +109,14 @@ class LayerNormGradPlan:
         )  # fmt: skip
 
     def run(self, call: LayerNormGradCall) -> Gradients:
-        """Launch the kernels, and return the wanted gradients."""
+        """Launches the kernels, and returns the wanted gradients."""
         grads = empty_row_gradients(call, self.wanted)
         with gpu.on_device(call.x.device):
             self._launch(call, grads)
         return grads
 
     def _launch(self, call: LayerNormGradCall, grads: Gradients) -> None:
-        """Launch the kernels on the current device, which must be the device of ``call.x``."""
+        """Launches the kernels on the current device, which must be the device of ``call.x``."""
         dy, dtotal, x, centre, rstd, weight, *_ = call
         dx = grads.get("x")
         stream = gpu.current_stream(x)

@@ -1,11 +1,11 @@
 """The launch configurations of LayerNorm's kernels: pure functions of sizes and the number of SMs.
 
-A program loads whole rows into registers if a row, padded to a power of 2, has at most ``_MAX_IN_REGISTERS``
-elements, or ``_MAX_WITH_SUMS`` in a backward with column sums. Its tile has the axes (lanes, warps, steps,
-block) of ``common/tiles.py``. A block is the part of a row that a warp loads by one instruction. If a block
-needs only some lanes of the warp, the other lanes load blocks of other rows by the same instruction. For
-example, in 16 bits a row of 320 columns has five blocks of 64 columns, and a load of a warp reads blocks of
-four rows.
+A program loads whole rows into registers if a row, rounded up to a power of 2, has at most
+``_MAX_IN_REGISTERS`` elements, or ``_MAX_WITH_SUMS`` in a backward with column sums. Its tile has four axes:
+lanes (the threads of a warp), warps, steps (elements in registers of the same thread) and block (contiguous
+elements). A block is the part of a row that a warp loads by one instruction. If a block needs only some lanes
+of the warp, the other lanes load blocks of other rows by the same instruction. For example, in 16 bits a row
+of 320 columns has five blocks of 64 columns, and a load of a warp reads blocks of four rows.
 
 Longer rows are divided into chunks, so that even ten rows of ten million elements keep a whole GPU busy.
 """
@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 
 from sdfastgn.kernels.common.sizes import WARP, ceil_div, next_power_of_2
 
-# Maximum length of a row, padded to a power of 2, that a program keeps in registers.
+# Maximum length of a row, rounded up to a power of 2, that a program keeps in registers.
 _MAX_IN_REGISTERS = 16384
-# Maximum length of a row, padded to a power of 2, that a program of a backward with column sums keeps in
+# Maximum length of a row, rounded up to a power of 2, that a program of a backward with column sums keeps in
 # registers. Column sums are sums over rows, for the gradients of weight and biases. They take registers too.
 _MAX_WITH_SUMS = 8192
-# Maximum number of warps of a program whose warps divide a row among them (``wide``).
+# Maximum number of warps of a program whose warps divide each row among them.
 _MAX_WARPS = 16
 # Maximum number of warps of a program whose warps each have whole rows.
 _NARROW_WARPS = 4
@@ -29,26 +29,27 @@ _NARROW_WARPS = 4
 _NARROW_PER_THREAD = 64
 # Number of elements of each thread if several warps divide a row among them.
 _WIDE_PER_THREAD = 16
-# Maximum number of elements of each thread if a warp has more rows than one of its load instructions reads.
+# Maximum number of elements of each thread if a warp has more rows than it reads with one load instruction.
 _GATHERED_PER_THREAD = 32
 # Maximum number of elements of each thread in the backward if one warp has a whole row. It is smaller than in
 # the forward, because for each element two tensors and three column sums are in registers.
 _BACKWARD_PER_THREAD = 16
-# Maximum number of elements of each thread in the backward if a warp has more rows than one of its load
-# instructions reads.
+# Maximum number of elements of each thread in the backward if a warp has more rows than it reads with one
+# load instruction.
 _BACKWARD_GATHERED = 8
-# Minimum number of bytes of a block, unless the row is shorter. It is the size of a line of memory.
+# Minimum number of bytes that a warp reads of a row with one load instruction, unless the row is shorter. It
+# is the size of a cache line.
 _LINE_BYTES = 128
-# If one warp for each row gives fewer warps per multiprocessor than this, several warps divide each row among
-# them. Otherwise a part of the GPU would be idle.
+# If one warp for each row gives fewer warps per multiprocessor than this number, several warps divide each
+# row among them. Otherwise a part of the GPU would be idle.
 _FEW_WARPS_PER_SM = 4
-# A warp gets more rows than one of its load instructions reads only if there are still at least this many
+# A warp gets more rows than it reads with one load instruction only if there are still at least this many
 # warps for each multiprocessor.
 _MANY_WARPS_PER_SM = 16
-# Maximum of (warps on a multiprocessor) x (elements that each thread keeps in registers), in a backward with
-# column sums. The number of programs is computed from it, so that all programs run at once.
+# Maximum of (warps on a multiprocessor) x (elements that each thread keeps in registers), in a backward that
+# sums over rows. The number of programs is computed from this maximum, so that all programs run at once.
 _BACKWARD_PER_SM = 256
-# In a backward with column sums, each program gets about this many tiles at least. Each program writes
+# In a backward that sums over rows, each program gets about this many tiles at least. Each program writes
 # partial sums to memory, so a few programs with many rows are better than many programs with few rows.
 _BACKWARD_TILES = 4
 # Number of elements of a long row that a program processes at once.
@@ -155,8 +156,8 @@ def backward_config(
 def _wide_config(D: int, load: int, vector: int, programs: int) -> RowsConfig:
     """The configuration with tiles of one row, which the warps of a program divide among them.
 
-    ``load``: number of elements that a warp loads by one instruction. ``vector``: the same for a thread.
-    ``programs``: number of programs.
+    ``load``: number of elements that a warp loads by one instruction. ``vector``: number of elements that a
+    thread loads by one instruction. ``programs``: number of programs.
     """
     parts = next_power_of_2(ceil_div(D, load))
     num_warps = min(_MAX_WARPS, parts, max(1, parts * vector // _WIDE_PER_THREAD))
@@ -164,10 +165,10 @@ def _wide_config(D: int, load: int, vector: int, programs: int) -> RowsConfig:
 
 
 def _backward_programs(config: RowsConfig, tiles: int, num_sms: int, column_sums: bool) -> int:
-    """Number of programs of a backward: one for each of the ``tiles``.
+    """Number of programs of a backward: one for each of the ``tiles`` tiles.
 
-    With column sums there are fewer programs, at most as many as run at once, because each program writes
-    partial sums. Then a program processes several tiles.
+    If the backward sums over rows (``column_sums``), there are fewer programs, at most as many as run at
+    once, because each program writes partial sums. Then a program processes several tiles.
     """
     if not column_sums:
         return tiles
@@ -179,9 +180,10 @@ def _backward_programs(config: RowsConfig, tiles: int, num_sms: int, column_sums
 def _fitting_block(D: int, load: int, line: int) -> int:
     """Number of elements of a block of a row of ``D`` elements.
 
-    If the row is not longer than ``load``, the number of elements that a warp loads by one instruction, the
-    block is the row, padded to a power of 2. Otherwise it is the largest power of 2 from ``line`` to ``load``
-    that leaves few lanes idle at the end of the row. ``line``: number of elements of a line of memory.
+    ``load``: number of elements that a warp loads by one instruction. ``line``: number of elements of a cache
+    line. If the row is not longer than ``load``, the block is the row, rounded up to a power of 2. Otherwise
+    the block is the largest power of 2 from ``line`` to ``load`` that leaves few lanes idle at the end of the
+    row.
     """
     if load >= D:
         return next_power_of_2(D)
@@ -193,7 +195,7 @@ def _fitting_block(D: int, load: int, line: int) -> int:
 
 
 def _chunks_config(rows: int, D: int, num_sms: int) -> ChunksConfig:
-    """The configuration for long rows, with enough chunks to keep the GPU busy."""
+    """The configuration for rows that do not fit into registers, with enough chunks to keep the GPU busy."""
     blocks = ceil_div(D, _CHUNK_BLOCK)
     wanted = min(blocks, _MAX_CHUNKS, ceil_div(num_sms * _CHUNK_PROGRAMS_PER_SM, rows))
     length = ceil_div(blocks, wanted) * _CHUNK_BLOCK

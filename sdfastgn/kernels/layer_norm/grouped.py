@@ -7,12 +7,12 @@ Formula, for row i of x (rows, D), with g = i // period % groups:
 
 ``period`` consecutive rows are a group: they use the same row of ``added`` and of ``position``. For example,
 ``added`` is the embedding of a frame, or the result of attention to a single token, and ``position`` is the
-positional embedding of a frame. diffusers adds ``added`` and ``position`` in a separate pass each.
+positional embedding of a frame. diffusers adds ``added`` and ``position`` in two separate passes.
 
-On a GPU ``_rows_kernel`` of ``layer_norm/kernels.py`` computes this in one pass. The kernel is for inference
-only: there is no registered op and no backward. Everywhere else, if gradients are wanted, if an operand is
-not contiguous, and for rows that do not fit into registers, PyTorch adds the vectors, and ``layer_norm``
-normalizes the sum.
+On a GPU ``_rows_kernel`` of ``layer_norm/kernels.py`` computes u and y in one pass. The kernel is for
+inference only: no op is registered with PyTorch, and there is no backward. Everywhere else, if gradients are
+wanted, if an operand is not contiguous, and for rows that do not fit into registers, PyTorch adds the
+vectors, and ``layer_norm`` normalizes the sum.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _MOST_ROWS = 2**31
 
 
 class Groups(NamedTuple):
-    """Vectors for groups of rows. Row i of x uses row ``i // period % groups`` of ``added`` and ``position``.
+    """Vectors that are added to groups of rows. Row i of x gets the vectors ``i // period % groups``.
 
     Attributes:
-        period: number of consecutive rows that use the same vector.
-        added: (groups, D) or None. It is added before the norm.
-        position: (groups, D) or None. It is added to the norm's result.
+        period: number of consecutive rows that get the same vectors.
+        added: (groups, D) or None, added to x before the norm.
+        position: (groups, D) or None, added to the norm's result.
     """
 
     period: int
@@ -63,7 +63,7 @@ def grouped_layer_norm(
     residual: Tensor | None = None,
     total_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Adds vectors to groups of rows before and after LayerNorm. Returns (y, total).
+    """Computes LayerNorm, and adds vectors to groups of rows before and after it. Returns (y, total).
 
     For row i, with g = ``i // groups.period % number of groups``:
 
@@ -120,7 +120,8 @@ def _per_row(vectors: Tensor, x: Tensor, period: int) -> Tensor:
     return vectors[rows // period % len(vectors)].view(x.shape)
 
 
-# ``plan_key`` of a call -> the call's launch, or None if the kernel cannot run.
+# Launches of earlier calls. The key of a call has its shapes, strides, dtypes, device and numbers. The value
+# is None if the kernel cannot run for such a call.
 _launches: PlanCache[Launch | None] = PlanCache()
 
 

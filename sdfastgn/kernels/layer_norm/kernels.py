@@ -16,11 +16,13 @@ kernel stores the sum for the caller. With a ``total_bias`` the caller gets the 
 Tensors have the same meaning in all kernels. All except x, y and partials may be None:
 
 - ``x``, ``residual``: (rows, D), fp16, bf16 or fp32, with contiguous rows and a fixed stride between them;
-- ``y``: (rows, D), contiguous, the dtype of x or fp32. With a quantizer it is in E4M3;
+- ``y``: (rows, D), contiguous, in the dtype of x or in fp32. With a quantizer y is in E4M3;
 - ``weight``, ``bias``, ``add_bias``, ``total_bias``: (D,);
-- ``added``, ``position``: (groups, D), only in ``_rows_kernel`` (``layer_norm/grouped.py``);
-- ``quantizer``: (8,) fp32 (``common/e4m3.py``). With it the kernel that writes y has a second launch, the
-  retry (``RETRY``), whose few programs share all tiles;
+- ``added``, ``position``: (groups, D), vectors that are added to groups of rows before and after the norm.
+  Only ``_rows_kernel`` has them (``layer_norm/grouped.py``);
+- ``quantizer``: (8,) fp32, with the scale of y in E4M3 (``common/e4m3.py``). With a quantizer, the kernel
+  that writes y is launched a second time (``RETRY``). This retry writes y again with a larger scale, if
+  values were beyond the range of E4M3. The retry has few programs, and each of them computes several tiles;
 - ``total``: (rows, D), contiguous, in the dtype of x. ``_rows_kernel`` stores the sum plus total_bias in it,
   ``_chunk_kernel`` the sum;
 - ``kept``: (rows, D), contiguous, in the dtype of x. It is the sum plus total_bias;
@@ -31,15 +33,15 @@ Tensors have the same meaning in all kernels. All except x, y and partials may b
   mean minus the row's first element; M2. If y is fp32, (3, rows, chunks): the rounded mean of the chunk's
   first block; M2; the chunk's mean minus that rounded mean.
 
-Programmatic dependent launch (``PDL``, from sm_90 on; ``docs/adr/0007-programmatic-dependent-launch.md``):
-before ``gdc_wait`` a kernel reads only x, and only if no kernel of this call writes it.
+With programmatic dependent launch (``PDL``, from sm_90 on) a kernel starts while the kernel before it still
+runs, and calls ``gdc_wait`` before it reads what that kernel writes. Before ``gdc_wait`` a kernel reads only
+x, and only if no kernel of this call writes x (``docs/adr/0007-programmatic-dependent-launch.md``).
 
 Numerics: all arithmetic is fp32, and each result is rounded once. Sums have a fixed order and no atomics,
-except for a quantizer's counts of values beyond the range. The first element of a row is subtracted from all
-its values before they are summed. Squares are squares of
-differences from a mean: ``_rows_kernel`` takes the mean of the row, ``_chunk_kernel`` the mean of a chunk's
-first block. Squares of the values themselves would lose digits. Chan's formula merges the means and M2 of
-chunks.
+except for the count of values beyond the range of E4M3. The first element of a row is subtracted from all
+values of the row before they are summed. Squares are squares of differences from a mean: ``_rows_kernel``
+takes the mean of the row, ``_chunk_kernel`` the mean of a chunk's first block. Squares of the values
+themselves would lose digits. Chan's formula merges the means and M2 of chunks.
 
 A mean is stored as its difference from the row's first element, because the rounding error of the mean itself
 would grow with its size. If the first element is an outlier, the difference has a large rounding error too.
@@ -110,7 +112,8 @@ def row_mean(first, centre):
     """Returns two fp32 numbers for each row, whose sum is the row's mean.
 
     Callers subtract first one number from x, then the other. The mean itself, as one fp32 number, would be
-    less exact. ``first``: the row's first element. ``centre``: the row's element of the tensor ``centre``.
+    less exact. ``first``: the row's first element. ``centre``: what the forward has saved for the row, in
+    fp32 the mean minus the first element, in fp64 the mean.
     """
     if centre.dtype == tl.float64:
         first = centre.to(tl.float32)
@@ -120,7 +123,7 @@ def row_mean(first, centre):
 
 @triton.jit
 def _read(x_ptr, residual_ptr, add_bias_ptr, added_ptr, x_at, residual_at, added_at, c, mask):
-    """Loads x + residual + add_bias + added. Pointers that are None are left out.
+    """Loads the sum x + residual + add_bias + added, without the summands whose pointers are None.
 
     Returns the sum twice, both as fp32: rounded to the dtype of x, and not rounded. add_bias is only read if
     there is a residual.
@@ -166,7 +169,7 @@ def _rows_tile(
     RETRY: tl.constexpr, ONE_ROW: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
     STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes a tile of whole rows of y. Numbers and constants are those of ``_rows_kernel``."""
+    """Computes a tile of whole rows of y, for ``_rows_kernel``, which explains the arguments."""
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
     first = tl.cast(tile, tl.int64) * ROWS
@@ -194,9 +197,9 @@ def _rows_tile(
     # loads the values of its own elements. If each thread has elements of only one row (``ONE_ROW``), the
     # broadcast would go through shared memory, so the second way is used.
     if total_bias_ptr is not None:
-        # This load must come before those of ``_affine`` (weight and bias). In the reverse order ptxas takes
-        # 168 registers a thread instead of 128, and only three programs run on a multiprocessor instead of
-        # four.
+        # The load of total_bias must come before the loads of weight and bias in ``_affine``. In the reverse
+        # order ptxas takes 168 registers a thread instead of 128, and only three programs run on a
+        # multiprocessor instead of four.
         bias = total_bias_ptr + (c + r * 0 if ONE_ROW else c)
         kept += tl.load(bias, mask=c < D * biased, other=0.0).to(tl.float32)
     scale, offset = _affine(weight_ptr, bias_ptr, c + r * 0 if ONE_ROW else c, in_row)
@@ -209,8 +212,8 @@ def _rows_tile(
         pivot = mean_as_pivot(pivot, total, 1 / D)
         d = tl.where(in_row, x - pivot, 0.0)
         total = row_sum(d, WIDE)
-    # Subtracts the mean of d from d. Without the explicit fma, ptxas would use an fma only in inference,
-    # where ``centre`` is not stored, and training would give other bits.
+    # The mean of d is subtracted from d by an explicit fma. Otherwise ptxas would use an fma only in
+    # inference, where the mean is not stored for the backward, and training would give other bits.
     d = tl.where(in_row, tl.fma(total, -1 / D, d), 0.0)
     rstd = inverse_deviation(row_sum(d * d, WIDE) / D, eps)
     y = d * rstd * scale + offset
@@ -246,7 +249,9 @@ def _rows_kernel(
             ``total_bias`` is None, ``biased`` has no effect.
 
     Constants:
-        X_STRIDE, RESIDUAL_STRIDE: elements between the starts of neighboring rows.
+        X_STRIDE, RESIDUAL_STRIDE: elements between the starts of neighboring rows of x and of residual.
+        RETRY: True in the second launch of a call whose y is in E4M3. The second launch computes y again with
+            a larger scale if values were beyond the range of E4M3.
         ONE_ROW: True if each thread has elements of only one row.
         WIDE: True if the warps divide each row among them. False if each warp has whole rows.
     """
@@ -278,15 +283,23 @@ def _chunk_kernel(
     chunks, blocks, d_parts, x_parts, residual_parts, plane,
     EXACT: tl.constexpr, PDL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes ``partials``. With a residual it also stores the sum. A program has one chunk of one row.
+    """Computes mean and sum of squared deviations (M2) of each chunk, and stores them in ``partials``.
+
+    With a residual the kernel also stores the sum. A program processes one chunk of one row.
 
     Numbers:
         chunks: number of chunks of a row.
         blocks: number of blocks of a chunk.
         d_parts, x_parts, residual_parts: D, and the strides of x and residual, divided by ``VECTOR``. The
-            kernel multiplies them by ``VECTOR``, so the compiler knows that the products are multiples of it.
-        plane: number of partials of each kind (means, M2 and, with ``EXACT``, differences from these means).
-            The kinds are stored one after the other.
+            kernel multiplies them by ``VECTOR``, so the compiler knows that the products are multiples of
+            ``VECTOR``.
+        plane: number of chunks in all rows. ``partials`` has first the means of all chunks, then all M2 and,
+            with ``EXACT``, then small corrections of the means.
+
+    Constants:
+        EXACT: True if y is fp32.
+        VECTOR: number of elements that a thread loads at once.
+        BLOCK: number of elements of a block.
     """
     row = (tl.program_id(0) // chunks).to(tl.int64)
     start = (tl.program_id(0) % chunks).to(tl.int64) * blocks * BLOCK
@@ -298,12 +311,12 @@ def _chunk_kernel(
     i = tl.arange(0, BLOCK)
     if PDL:
         # This kernel waits for x before it lets the next kernels start. So x is complete when they start, and
-        # they may read x before their own wait.
+        # they may read x before their own ``gdc_wait``.
         gdc_wait()
         gdc_launch_dependents()
-    # ``first`` is the first element of the row, or of the chunk if ``EXACT``. It is subtracted from all
-    # values before they are summed, because sums of small numbers have small rounding errors. If ``EXACT``,
-    # the mean of the first block replaces it once this mean is known.
+    # ``first`` is the first element of the row, or of the chunk if y is fp32 (``EXACT``). It is subtracted
+    # from all values before they are summed, because sums of small numbers have small rounding errors. If
+    # ``EXACT``, ``first`` becomes the mean of the first block once this mean is known.
     to_pivot = 0 if EXACT else start
     first, _ = _read(
         x_ptr, residual_ptr, add_bias_ptr, None, x_row - to_pivot, residual_row - to_pivot, None,
@@ -348,10 +361,11 @@ def _merge_chunks_kernel(
     chunks, length, D, plane, eps,
     EXACT: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes ``centre`` and ``rstd``. A program merges the partials of one row by Chan's formula.
+    """Computes ``centre`` (the mean) and ``rstd`` (1 / deviation) of each row.
 
-    ``length``: elements of a chunk. ``plane``: as in ``_chunk_kernel``. ``BLOCK``: number of chunks of a row,
-    padded to a power of 2.
+    A program merges mean and sum of squared deviations of all chunks of one row by Chan's formula.
+    ``length``: elements of a chunk. ``plane``: number of chunks in all rows. ``BLOCK``: number of chunks of a
+    row, rounded up to a power of 2.
     """
     if PDL:
         gdc_launch_dependents()
@@ -381,7 +395,7 @@ def _normalise_tile(
     rows, d_parts, x_parts, tile,
     AHEAD: tl.constexpr, PDL: tl.constexpr, RETRY: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes one block of one row of y. Numbers and constants are those of ``_normalise_kernel``."""
+    """Computes one block of one row of y, for ``_normalise_kernel``, which explains the arguments."""
     # Programs with neighboring numbers have the same columns of different rows, and run at the same time. So
     # weight and bias of these columns are read from memory only once.
     row = (tile % rows).to(tl.int64)
@@ -395,7 +409,7 @@ def _normalise_tile(
     first = load_ahead(x_row, None, AHEAD)
     if PDL and AHEAD:
         gdc_wait()
-    if PDL and quantizer_ptr is not None:  # the retry follows
+    if PDL and quantizer_ptr is not None:  # if y is in E4M3, this kernel is launched a second time
         gdc_launch_dependents()
     scale, offset = _affine(weight_ptr, bias_ptr, c, mask)
     first, rest = row_mean(first.to(tl.float32), tl.load(centre_ptr + row))
@@ -417,7 +431,8 @@ def _normalise_kernel(
     ``x``: the tensor that is normalized; with a residual, the sum that ``_chunk_kernel`` has stored.
     ``d_parts``, ``x_parts``: D, and the stride of x, divided by ``VECTOR``. ``AHEAD``: True if x is read
     before ``gdc_wait``. This is possible only without a residual: then no kernel of this call writes x, and
-    ``_chunk_kernel`` has waited for it.
+    ``_chunk_kernel`` has waited for x. ``RETRY``: True in the second launch of a call whose y is in E4M3. The
+    second launch computes y again with a larger scale if values were beyond the range of E4M3.
     """
     if RETRY:
         if PDL:

@@ -12,8 +12,8 @@ only of this returned sum, not of the sum that is normalized. For example, if a 
 a later layer to the returned sum, it can pass the bias of the later layer as total_bias. Then no separate
 pass adds that bias.
 
-The registered op has no argument total_bias; only the kernels take it. If a call goes to the registered op,
-or a gradient is wanted, plain PyTorch computes the sum with total_bias.
+The op that is registered with PyTorch has no argument total_bias; only the kernels take it. If a call goes to
+the registered op, or a gradient is wanted, plain PyTorch computes the sum with total_bias.
 
 On a GPU the kernels of ``layer_norm/kernels.py`` run; that file explains layouts and numerics. Everywhere
 else plain PyTorch runs. Gradients are in ``layer_norm/backward.py``.
@@ -41,21 +41,26 @@ from sdfastgn.kernels.layer_norm.plain import plain_layer_norm
 # --- declarations -----------------------------------------------------------------------------------
 
 
-# Annotation of arguments with one value for each column: weight, bias, add_bias and total_bias.
+# Type of the arguments weight, bias, add_bias and total_bias: a tensor with one value for each column, or
+# None.
 _PerColumn = Annotated[Tensor | None, Operand("(D,)")]
 _Quantizer = Annotated[Tensor | None, Operand("(8,)")]
 
 
 class LayerNormCall(NamedTuple):
-    """The arguments of the op ``sdfastgn::layer_norm``, and ``quantizer``, which only kernels take."""
+    """The arguments of the op ``sdfastgn::layer_norm``, and ``quantizer``.
+
+    ``quantizer``, which has the scale for an output in E4M3, is not an argument of the op. Calls with a
+    quantizer run without the op.
+    """
 
     x: Annotated[Tensor, Operand("(..., D)", whole=even_rows)]
     weight: _PerColumn
     bias: _PerColumn
     eps: float
     out_dtype: torch.dtype | None
-    # Arguments that only ``AddCall`` has. They are None here, so that ``LayerNormPlan`` can read the fields
-    # of either class in the same way.
+    # Arguments of ``add_layer_norm`` that ``layer_norm`` does not have. They are None here, so that
+    # ``LayerNormPlan`` can read them from the calls of both functions.
     residual: None = None
     add_bias: None = None
     total_bias: None = None
@@ -63,7 +68,11 @@ class LayerNormCall(NamedTuple):
 
 
 class AddCall(NamedTuple):
-    """The arguments of the op ``sdfastgn::add_layer_norm``, and two more that only kernels take."""
+    """The arguments of the op ``sdfastgn::add_layer_norm``, and ``total_bias`` and ``quantizer``.
+
+    These two are not arguments of the op. Only the kernels take them, in calls that run without the op.
+    ``total_bias`` is added only to the returned sum. ``quantizer`` has the scale for an output in E4M3.
+    """
 
     x: Annotated[Tensor, Operand("(..., D)", whole=even_rows)]
     residual: Annotated[Tensor, Operand("(..., D)", whole=even_rows, same_dtype=True)]
@@ -82,18 +91,19 @@ def result_dtype(call: LayerNormCall | AddCall) -> torch.dtype:
 
 
 def _centre_dtype(result: torch.dtype) -> torch.dtype:
-    """The dtype of ``centre``: fp32 if y has 16 bits, else fp64. ``result``: the dtype of y.
+    """The dtype of ``centre``, the tensor in which the forward saves means: fp32 if y has 16 bits, else fp64.
 
-    An fp32 centre is the mean minus the row's first element. An fp64 centre is the mean.
+    ``result``: the dtype of y. An fp32 centre is the mean minus the row's first element. An fp64 centre is
+    the mean.
     """
     return torch.float32 if result.itemsize == 2 else torch.float64
 
 
 def empty_saved(x: Tensor, result: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Uninitialized (centre, rstd), the tensors that the forward saves for the backward.
+    """Returns uninitialized memory for centre and rstd, which the forward saves for the backward.
 
-    centre gets each row's mean, or its difference from the row's first element. rstd gets 1 / deviation.
-    Both are (...) for x (..., D). ``result``: the dtype of y, on which the dtype of centre depends.
+    centre gets the mean of each row, or the mean minus the row's first element. rstd gets 1 / deviation of
+    each row. Both are (...) for x (..., D). ``result``: the dtype of y, on which the dtype of centre depends.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.new_empty(x.shape[:-1], dtype=_centre_dtype(result)), x.new_empty(x.shape[:-1], dtype=wide)
@@ -103,7 +113,10 @@ def empty_saved(x: Tensor, result: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _reference(call: LayerNormCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes y, and centre and rstd for the backward, in plain PyTorch. Returns (y, centre, rstd)."""
+    """Computes ``layer_norm`` in plain PyTorch.
+
+    Returns y and, for the backward, centre and rstd (``empty_saved``).
+    """
     x = call.x
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = u.mean(-1, keepdim=True)
@@ -139,12 +152,15 @@ def reference_add(x: Tensor, residual: Tensor, *biases: Tensor | None) -> Tensor
 
 
 def _norm_of(total: Tensor, call: AddCall) -> LayerNormCall:
-    """The ``LayerNormCall`` that normalizes ``total``, the sum that ``call`` computes."""
+    """Makes the ``LayerNormCall`` that normalizes ``total``, the sum of x and residual of ``call``."""
     return LayerNormCall(total, call.weight, call.bias, call.eps, call.out_dtype, quantizer=call.quantizer)
 
 
 def _reference_of_sum(call: AddCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes ``add_layer_norm`` without total_bias in plain PyTorch. Returns (y, total, centre, rstd)."""
+    """Computes ``add_layer_norm`` without total_bias in plain PyTorch.
+
+    Returns y, the sum and, for the backward, centre and rstd (``empty_saved``).
+    """
     total = reference_add(call.x, call.residual, call.add_bias)
     y, centre, rstd = _reference(_norm_of(total, call))
     return y, total, centre, rstd
@@ -162,9 +178,10 @@ def _fake_of_sum(call: AddCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _keep(ctx: Any, call: LayerNormCall | AddCall, normalized: Tensor, centre: Tensor, rstd: Tensor) -> None:
-    """Save for the backward, in autograd's ``ctx``: x or the sum, centre, rstd and weight.
+    """Saves in autograd's ``ctx`` what the backward needs: the normalized tensor, centre, rstd and weight.
 
-    Of bias and add_bias only the dtypes are saved, because their gradients get these dtypes.
+    The normalized tensor is x, or the sum with the residual. Of bias and add_bias only the dtypes are saved,
+    because their gradients get these dtypes.
     """
     ctx.eps = call.eps
     ctx.dtypes = tuple(
@@ -185,10 +202,11 @@ def _save_of_sum(ctx: Any, call: AddCall, results: tuple[Tensor, ...]) -> None:
 
 
 def _grads(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, wanted: tuple[bool, ...]) -> Gradients:
-    """Computes the wanted gradients of x, weight, bias and add_bias ("added").
+    """Computes the wanted gradients of x, weight, bias and add_bias.
 
-    ``dy``, ``dtotal``: the gradients of the results y and total, or None. ``wanted``: four values, True for
-    each gradient that is wanted. The gradient of x is the gradient of the residual too.
+    In the result, the gradient of add_bias has the key "added". The gradient of x is the gradient of the
+    residual too. ``dy``, ``dtotal``: the gradients of the results y and total, or None. ``wanted``: four
+    values, True for each gradient that is wanted.
     """
     x, centre, rstd, weight = ctx.saved_tensors
     dtypes = tuple(dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True))
@@ -222,8 +240,10 @@ def _backward_of_sum(ctx: Any, needs: Any, dy: Tensor | None, dtotal: Tensor | N
 def _plain(call: LayerNormCall) -> Tensor:
     """Computes ``layer_norm`` without kernels, by PyTorch's LayerNorm.
 
-    The reference runs instead if x is empty, or if the call is traced or transformed (``is_untraced``). But a
-    trace of stock's code, without gradients, gets PyTorch's op as a whole: plans put a kernel in its place.
+    ``_reference``, which consists of elementary PyTorch ops, runs instead if x is empty, or if the call is
+    traced or transformed (``is_untraced``). There is one exception. If sdfastgn traces the unmodified code of
+    diffusers without gradients, the trace gets PyTorch's LayerNorm as a single op. A rewrite of the traced
+    graph can then replace this op by a kernel.
     """
     x = call.x
     if call.quantizer is not None:
@@ -242,7 +262,7 @@ def _plain(call: LayerNormCall) -> Tensor:
 
 
 def _plain_of_sum(call: AddCall) -> tuple[Tensor, Tensor]:
-    """Computes ``add_layer_norm``, including total_bias, without kernels."""
+    """Computes ``add_layer_norm``, including total_bias, in plain PyTorch."""
     total = reference_add(call.x, call.residual, call.add_bias)
     y = _plain(_norm_of(total, call))
     if call.total_bias is None:
@@ -296,8 +316,8 @@ def layer_norm(
         x: (..., D), at least rank 1.
         weight, bias: (D,) or None, independently of each other.
         eps: added to the variance. A number of Python or NumPy, or a tensor without dimensions.
-        quantizer: (8,) fp32 (``common/e4m3.py``), or None. With it the output is in E4M3, and has no
-            gradients.
+        quantizer: None, or an fp32 tensor (8,) with the scale by which the output is divided before it is
+            rounded to E4M3, a float dtype of 8 bits (``common/e4m3.py``). The output then has no gradients.
 
     Shapes: the output has the shape of x.
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. weight and bias may have any of the
@@ -343,11 +363,13 @@ def add_layer_norm(
     Args:
         x: (..., D), at least rank 1.
         residual: a tensor with the shape, dtype and device of x.
-        weight, bias, eps: as in ``layer_norm``.
+        weight, bias: (D,) or None, independently of each other: the parameters of the LayerNorm.
+        eps: added to the variance. A number of Python or NumPy, or a tensor without dimensions.
         add_bias: (D,) or None. For example, the bias of the linear layer that computed x.
         total_bias: (D,) or None. It is added to the returned sum, but not to the sum that is normalized. For
             example, the bias of a later layer whose output will be added to the returned sum.
-        quantizer: (8,) fp32 (``common/e4m3.py``), or None. With it y is in E4M3, and has no gradients.
+        quantizer: None, or an fp32 tensor (8,) with the scale by which y is divided before it is rounded to
+            E4M3, a float dtype of 8 bits (``common/e4m3.py``). y then has no gradients.
 
     Returns:
         (y, total). y is the LayerNorm of the sum, which is first rounded to the dtype of x. total is the
@@ -355,27 +377,28 @@ def add_layer_norm(
         no gradients are wanted.
 
     Shapes: y and total have the shape of x.
-    Dtypes: x, weight and all biases as in ``layer_norm``. total has the dtype of x. y has the dtype of x, but
-        is fp32 under CUDA autocast.
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. weight and all biases may have any of
+        the four dtypes. total has the dtype of x. y has the dtype of x, but is fp32 under CUDA autocast.
     Layout: any. x and residual are copied first if their rows have gaps, overlap or are far apart, or if
         distances between rows differ. y and total are contiguous.
-    Grad: every tensor has gradients, from both results, as in ``layer_norm``. The sum is kept for the
-        backward. If gradients are wanted, total_bias takes further passes in plain PyTorch, and memory for a
-        second sum.
+    Grad: every tensor has gradients, from both results. The sum is kept for the backward. If gradients are
+        wanted, total_bias takes further passes in plain PyTorch, and memory for a second sum. Second
+        derivatives, the transforms of torch.func and forward-mode AD run in plain PyTorch.
     Raises:
         TypeError: a tensor is not strided or has another dtype, x and residual have different dtypes, or
             another argument has the wrong type.
         ValueError: a shape or a device does not fit.
 
-    Source: as ``layer_norm``.
+    Source: torch.nn.functional.layer_norm; Ba, Kiros and Hinton, 2016.
     """
     name = _ADD_LAYER_NORM.name
     if type(eps) is not float:
         eps = as_eps(name, eps)
     out_dtype = dispatch.autocast_dtype(x) if quantizer is None else None
     call = AddCall(x, residual, weight, bias, add_bias, eps, out_dtype, total_bias, quantizer)
-    # The registered op has no total_bias. The kernels take it, but run directly only if no gradient is
-    # wanted. Otherwise the op computes y, and a separate pass computes the sum with total_bias.
+    # The op that is registered with PyTorch has no argument total_bias. The kernels have this argument, but
+    # run without the op only if no gradient is wanted. Otherwise the op computes y, and a separate pass
+    # computes the sum with total_bias.
     if total_bias is quantizer is None:
         return _ADD_LAYER_NORM(call)
     if dispatch.is_plain_inference(x, call) and x.numel():

@@ -15,7 +15,9 @@ from sdfastgn.kernels.layer_norm.backward import LayerNormGradCall, reference_la
 
 
 def plain_layer_norm(u: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm of ``u`` over its last dimension. Call it only if ``dispatch.is_untraced`` is True.
+    """Computes LayerNorm of ``u`` over its last dimension.
+
+    Call this function only if no tool traces or transforms the call (``dispatch.is_untraced``).
 
     Args:
         u: (..., D), any floating dtype and layout.

@@ -19,18 +19,19 @@ from sdfastgn.kernels.layer_norm import kernels
 from sdfastgn.kernels.layer_norm.config import ChunksConfig, RowsConfig, forward_config
 from sdfastgn.kernels.layer_norm.op import AddCall, LayerNormCall, empty_saved, result_dtype
 
-# Maximum number of warps of a program that merges chunks.
+# Maximum number of warps of a program that merges the results of a long row's chunks.
 _MERGE_MAX_WARPS = 4
-# A program that merges the chunks of a row has one warp for this many chunks.
+# A program that merges the results of a long row's chunks has one warp for this many chunks.
 _MERGE_PER_WARP = 128
 
 
 class LayerNormPlan:
-    """The launches for calls with equal shapes, strides, dtypes, device, eps and dtype of y.
+    """The launches of LayerNorm for calls with equal shapes, strides, dtypes, device, eps and dtype of y.
 
-    If rows fit into registers, ``rows`` runs. Otherwise ``chunk``, ``merge`` and ``normalise`` run. ``retry``
-    follows if there is a quantizer (``common/e4m3.py``). ``partials``: number of fp32 values that ``chunk``
-    writes and ``merge`` reads. ``row_count``: number of rows of x.
+    If rows fit into registers, there is one launch, ``rows``. Otherwise there are three launches: ``chunk``,
+    ``merge`` and ``normalise``. If y is wanted in E4M3, ``retry`` follows. It writes y again with a larger
+    scale if values were beyond the range of E4M3 (``common/e4m3.py``). ``partials``: number of fp32 values
+    that ``chunk`` writes and ``merge`` reads. ``row_count``: number of rows of x.
     """
 
     __slots__ = ("chunk", "is_contiguous", "merge", "normalise", "partials", "retry", "row_count", "rows")
@@ -66,7 +67,7 @@ class LayerNormPlan:
         vector: int,
         pdl: bool,
     ) -> None:
-        """Make the launches ``chunk``, ``merge``, ``normalise`` and ``retry``.
+        """Makes the launches for rows that do not fit into registers.
 
         ``strides``: elements between the starts of rows, in x and in residual.
         """
@@ -74,8 +75,9 @@ class LayerNormPlan:
         is_complete, exact = call.residual is None, result_dtype(call) == torch.float32
         count = self.row_count * config.chunks
         self.partials = (3 if exact else 2) * count
-        # Kernels get D / VECTOR and strides / VECTOR, and multiply them by VECTOR. So the compiler knows that
-        # D and the strides are multiples of VECTOR, and can load vectors.
+        # VECTOR is the number of elements that a thread loads at once. Kernels get D and strides divided by
+        # VECTOR, and multiply them by VECTOR. So the compiler knows that D and the strides are multiples of
+        # VECTOR, and can load vectors.
         d_parts, x_parts, residual_parts = (size // vector for size in (D, *strides))
         tile = {"VECTOR": vector, "BLOCK": config.block}
         self.chunk = Launch(
@@ -101,7 +103,10 @@ class LayerNormPlan:
         )  # fmt: skip
 
     def run_and_save(self, call: LayerNormCall | AddCall) -> tuple[Tensor, ...]:
-        """Launch the kernels, and return (y, centre, rstd), or (y, total, centre, rstd) with a residual."""
+        """Launches the kernels, and returns y, the sum if there is a residual, centre and rstd.
+
+        The backward needs centre (the mean of each row) and rstd (1 / deviation).
+        """
         centre, rstd = empty_saved(call.x, result_dtype(call))
         found = self.run(call, centre, rstd)
         return (found, centre, rstd) if isinstance(found, Tensor) else (*found, centre, rstd)
@@ -109,17 +114,17 @@ class LayerNormPlan:
     def run(
         self, call: LayerNormCall | AddCall, centre: Tensor | None = None, rstd: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Launch the kernels, and return y, or (y, total) with a residual.
+        """Launches the kernels, and returns y, or y and the sum if there is a residual.
 
-        The kernels also fill ``centre`` and ``rstd``, unless these are None.
+        The kernels also fill ``centre`` (means) and ``rstd`` (1 / deviations), unless these are None.
         """
         x = call.x
         stream = gpu.stream_of(x)
         if stream is None:
             with torch.cuda.device(x.device):
                 return self.run(call, centre, rstd)
-        # Options of ``torch.empty_like``. An option is passed only if it is needed, because each takes CPU
-        # time: a tenth of the time of a launch.
+        # Options of ``torch.empty_like``. An option is passed only if it is needed, because each option takes
+        # CPU time: a tenth of the time of a launch.
         options: dict[str, Any] = {} if self.is_contiguous else {"memory_format": torch.contiguous_format}
         total = None if call.residual is None else torch.empty_like(x, **options)
         if call.quantizer is not None:
@@ -130,15 +135,16 @@ class LayerNormPlan:
         if self.rows is None:
             self._launch_chunks(stream, call, y, total, centre, rstd)
         else:
-            # If the sum has no total_bias, the kernel gets weight in its place. It then reads nothing through
-            # ``total_bias_ptr``, because ``biased`` is 0. So sums with and without a total_bias share one
-            # compiled kernel, if they have a weight.
+            # If there is no total_bias, the kernel gets the weight's pointer in place of the pointer of
+            # total_bias. It then reads nothing through this pointer, because its argument ``biased`` is 0. So
+            # sums with and without a total_bias share one compiled kernel, if they have a weight.
             bias = call.weight if total is not None and call.total_bias is None else call.total_bias
             summed = (call.x, call.residual, call.add_bias, None, bias)
             operands = (call.weight, call.bias, None, call.quantizer)
             self.rows(stream, *summed, *operands, total, y, centre, rstd)
             if call.quantizer is not None:
-                # The sum is stored already.
+                # The second launch writes y again. It gets no total_bias and no memory for the sum, because
+                # the first launch has stored the sum.
                 self.retry(stream, *summed[:-1], None, *operands, None, y, None, None)
         return y if total is None else (y, total)
 
@@ -151,9 +157,10 @@ class LayerNormPlan:
         centre: Tensor | None,
         rstd: Tensor | None,
     ) -> None:
-        """Launch ``chunk``, ``merge`` and ``normalise``, and ``retry`` with a quantizer.
+        """Launches the kernels for rows that do not fit into registers.
 
-        The kernels fill y, and also ``total``, ``centre`` and ``rstd``, unless these are None.
+        The kernels fill ``y``, and also ``total`` (the sum), ``centre`` (means) and ``rstd`` (1 /
+        deviations), unless these are None.
         """
         x = call.x
         if centre is None:
@@ -180,7 +187,10 @@ def rows_constants(config: RowsConfig) -> dict[str, Any]:
 
 
 def row_strides(t: Tensor | None) -> tuple[int, int]:
-    """Elements between samples and between rows. 0 along an axis of one element, which is never moved."""
+    """The strides of ``t`` along its first two axes, samples and rows, in elements.
+
+    The stride is 0 along an axis of one element. None has the strides 0 and 0.
+    """
     if t is None:
         return 0, 0
     a, b = (0 if size == 1 else stride for size, stride in zip(t.shape[:2], t.stride()[:2], strict=True))
@@ -188,7 +198,11 @@ def row_strides(t: Tensor | None) -> tuple[int, int]:
 
 
 def row_numbers(strides: dict[str, tuple[int, int]], vector: int) -> dict[str, int]:
-    """The numbers NAME_sample and NAME_row of a kernel: the ``row_strides`` of operand NAME, in vectors."""
+    """Names the strides of operands as a kernel's arguments, for example ``x_sample`` and ``x_row`` for x.
+
+    ``strides``: for the name of each operand the strides along samples and rows, in elements. The results are
+    in units of ``vector`` elements.
+    """
     return {
         f"{name}_{axis}": stride // vector
         for name, pair in strides.items()

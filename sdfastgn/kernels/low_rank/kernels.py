@@ -1,25 +1,28 @@
 """The Triton kernel of ``add_low_rank``. Op and launch: ``low_rank/op.py``.
 
-A program computes one tile of one matrix: it loads the tile of the weight, adds the scaled product of each
-pair of factors, and stores the sum. One launch serves many matrices, so it reads addresses and sizes from
-tables:
+A program computes one tile of one matrix: it loads the tile of the weight, adds the scaled product b @ a of
+each pair of factors, and stores the sum. One launch computes many matrices, so the kernel reads addresses and
+sizes from tables:
 
-- ``tiles``: int32 (programs, 2), for each program the index of its matrix and the index of the tile in it;
-- ``matrices``: int64 (matrices, 7), for each matrix: addresses of out and weight, rows, columns, ``inner``,
-  index of the first pair in ``factors``, number of pairs;
-- ``factors``: int64 (pairs, 7), for each pair: addresses of a and b, rank, strides of a along rank and along
-  the inner and outer index of a column, row stride of b. The pairs of a matrix are consecutive;
+- ``tiles``: int32 (programs, 2). A row has the index of a program's matrix, and the index of the tile in this
+  matrix;
+- ``matrices``: int64 (matrices, 7). A row has the addresses of out and weight, the numbers of rows and
+  columns, the number ``inner`` explained below, the index of the matrix's first pair in ``factors``, and the
+  number of its pairs;
+- ``factors``: int64 (pairs, 7). A row has the addresses of a and b, the rank, the strides of a along the rank
+  and along the inner and the outer index of a column, and the row stride of b. The pairs of a matrix are
+  consecutive;
 - ``scales``: fp32 (pairs,).
 
 Columns of a matrix are in the order of the weight's memory. For a convolution, a column stands for an input
 channel and a tap: one of the height * width positions in the convolution's window. The column's inner index
 is column % inner, and its outer index is column // inner. If the weight is channels-last, the input channel
 is the inner index and the tap the outer one, else the other way round. Factor a may have its columns in
-another order, so it has a stride for each of the two indices.
+another order, so there is a stride of a for each of the two indices.
 
 Offsets are int32, so a matrix has less than 2^31 elements.
 
-Numerics: products and sums are fp32, rounded once at the store.
+Numerics: the kernel computes products and sums in fp32, and rounds once when it stores.
 """
 
 from __future__ import annotations
@@ -38,10 +41,12 @@ def add_low_rank_kernel(
 
     Constants:
         WEIGHT, A, B: dtypes of weight and out, of a and of b.
-        BLOCK: number of ranks whose products the compiler unrolls, a multiple of ``DEPTH``.
+        BLOCK: number of ranks in a block, a multiple of ``DEPTH``. The compiler unrolls the loop over the
+            ranks of a block.
         DEPTH: number of ranks that one ``tl.dot`` multiplies.
-        LOOPS: False if no pair has more than ``BLOCK`` ranks. For pairs of a lower rank, the kernel then
-            multiplies zeros. True: the kernel computes as many blocks as each pair needs.
+        LOOPS: False if no pair has more than ``BLOCK`` ranks. The kernel then computes one block for each
+            pair, and multiplies zeros beyond the pair's rank. If True, the kernel computes as many blocks
+            as each pair needs.
         ROWS, COLUMNS: size of a tile.
         ALIGNED: True if all addresses of weight and out are multiples of 16 bytes, and all numbers of columns
             are multiples of 8.
@@ -56,8 +61,8 @@ def add_low_rank_kernel(
     inner = tl.load(matrix + 4).to(tl.int32)
     first = tl.load(matrix + 5).to(tl.int32)
     pairs = tl.load(matrix + 6).to(tl.int32)
-    # Triton does not know how addresses from a table are aligned. Without these hints it would load and store
-    # element by element.
+    # Triton does not know how addresses that a kernel loads from memory are aligned. Without these hints it
+    # would load and store element by element.
     if ALIGNED:
         out = tl.multiple_of(out, 16)
         weight = tl.multiple_of(weight, 16)
@@ -83,7 +88,8 @@ def add_low_rank_kernel(
         product = tl.zeros((ROWS, COLUMNS), tl.float32)
         for block in tl.range(0, rank if LOOPS else BLOCK, BLOCK, num_stages=1):
             # ``BLOCK`` is a constant, so the compiler unrolls this loop. It cannot unroll a loop up to
-            # ``rank``: with that the kernel took 40 % longer on an H100 (SDXL's linear layers, rank 16).
+            # ``rank``. With such a loop the kernel took 40 % longer on an H100, for SDXL's linear layers and
+            # rank 16.
             for start in tl.static_range(0, BLOCK, DEPTH):
                 k = block + start + tl.arange(0, DEPTH)
                 in_b = (m < rows)[:, None] & (k < rank)[None, :]

@@ -11,7 +11,7 @@ For a convolution, a (rank, C_in, height, width) and b (C_out, rank, 1, 1) are f
 On a GPU the kernel of ``low_rank/kernels.py`` runs. Everywhere else, and for layers whose dtypes or strides
 the kernel does not support, ``reference_add_low_rank`` runs.
 
-Numerics: fp32, or fp64 for fp64 weights, rounded once at the end.
+Numerics: all arithmetic is fp32, or fp64 for fp64 weights. The result is rounded once at the end.
 """
 
 from __future__ import annotations
@@ -29,23 +29,26 @@ from sdfastgn.kernels.common.compile_ahead import without_rehearsal
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
-# (rows, columns) of a program's tile.
+# Numbers of rows and columns of a program's tile.
 _TILE = (64, 64)
 # Number of ranks that one ``tl.dot`` multiplies.
 _DEPTH = 16
-# Maximum rank for which the kernel has no loop over blocks of ranks. Without a loop the compiler unrolls the
-# products of all ranks, and may copy all their factors to shared memory at once. If both factors are fp16 or
-# both are bf16, it copies little, but for higher ranks it takes minutes for Turing. Else it copies 512 bytes
-# for each rank: 256 ranks do not fit on an RTX 40, and 512 not on an H200. And it takes 4 seconds for 64
-# ranks, but 15 for 128.
+# Maximum rank for which the kernel has no loop over blocks of ranks: ``_MOST_HALVES`` if both factors are
+# fp16 or both are bf16, else ``_MOST_OTHERS``. Without a loop the compiler unrolls the products of all ranks,
+# and may copy all their factors to shared memory at once. In the first case it copies little, but for higher
+# ranks than this it compiles for minutes if the GPU is of the Turing generation. In all other cases it copies
+# 512 bytes for each rank: the factors of 256 ranks do not fit into the shared memory of an RTX 40 GPU, and
+# the factors of 512 ranks do not fit into the shared memory of an H200. Also, the compiler takes 4 seconds
+# for 64 ranks, but 15 seconds for 128 ranks.
 _MOST_HALVES = 256
 _MOST_OTHERS = 64
-# Number of ranks in a block if there is a loop. With more, registers spill on Turing and RDNA 3.
+# Number of ranks in a block, if the kernel has a loop over blocks of ranks. With more, registers spill on
+# GPUs of the generations Turing and RDNA 3.
 _LOOPED = 32
 _WARPS = 4
 # Maximum number of elements of a matrix, because offsets in the kernel are int32.
 _MOST_ELEMENTS = 2**31 - 1
-# Number of results of ``_tables`` that are cached. Each holds tables in GPU memory.
+# Maximum number of launches that ``_tables`` keeps in its cache. Each of them holds tables in GPU memory.
 _KEPT_TABLES = 16
 
 
@@ -72,13 +75,16 @@ class Sum(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """What the kernel needs to know of one weight. ``matrix_of`` makes it.
+    """Addresses, sizes and layout of one weight, in the form in which the kernel needs them (``matrix_of``).
 
     Attributes:
-        row: the first five numbers of its row in the table ``matrices`` (see ``low_rank/kernels.py``).
-        device, dtype: of the weight.
-        is_last: True if the weight is a channels-last convolution. Then the input channel is the inner index
-            of a column, else the outer index (``low_rank/kernels.py`` explains both).
+        row: the addresses of out and weight, the numbers of rows and columns, and ``inner``, which tells the
+            order of the columns. They are the start of a row in the kernel's table ``matrices``
+            (``low_rank/kernels.py``).
+        device, dtype: device and dtype of the weight.
+        is_last: True if the weight is a channels-last convolution. Its columns then have the input channel as
+            the inner index, and the position in the convolution's window as the outer index. False if it is
+            the other way round.
     """
 
     row: tuple[int, ...]
@@ -88,9 +94,10 @@ class Matrix(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """What the kernel needs to know of a and b of one ``Factors``. ``pair_of`` makes it.
+    """Addresses, rank and strides of the factors a and b of one LoRA adapter (``pair_of``).
 
-    ``row``: its row in the table ``factors`` (see ``low_rank/kernels.py``). ``dtypes``: of a and b.
+    ``row``: these numbers in the order of a row of the kernel's table ``factors`` (``low_rank/kernels.py``).
+    ``dtypes``: the dtypes of a and b.
     """
 
     row: tuple[int, ...]
@@ -98,9 +105,10 @@ class Pair(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """Layers with equal values of these fields share a launch.
+    """The properties of a layer that decide which launch computes it. Layers with equal ones share a launch.
 
-    ``weight``, ``a``, ``b``: dtypes. ``is_aligned``: the constant ``ALIGNED`` of the kernel.
+    ``weight``, ``a``, ``b``: dtypes of the weight and of the factors. ``is_aligned``: True if the addresses
+    of weight and out are multiples of 16 bytes, and the number of columns is a multiple of 8.
     """
 
     device: torch.device
@@ -127,7 +135,8 @@ def add_low_rank(sums: Sequence[Sum]) -> None:
     There is one launch for each combination of device, dtypes and alignment among the layers.
 
     Args:
-        sums: one for each layer. All tensors of a layer are on the same device. ``out`` is overwritten.
+        sums: the operands of each layer. All tensors of a layer are on the same device. ``out`` is
+            overwritten.
 
     The arguments are not checked.
 
@@ -138,13 +147,13 @@ def add_low_rank(sums: Sequence[Sum]) -> None:
 
 
 class LowRankSums:
-    """The sums of ``add_low_rank``, to be computed several times with the same tensors and other scales.
+    """Computes the sums of ``add_low_rank`` several times, with the same tensors and other scales.
 
     The constructor reads addresses, shapes and strides of all tensors. ``compute`` uses them again, which
     saves CPU time. So the tensors must not move in memory, but their values may change.
 
-    ``prepared``: for each sum ``matrix_of`` its weight, and ``pair_of`` each of its pairs, if the caller
-    has them already.
+    ``prepared``: for each sum the result of ``matrix_of`` for its weight, and the results of ``pair_of`` for
+    its pairs of factors, if the caller has them already. Otherwise None.
     """
 
     def __init__(
@@ -153,7 +162,7 @@ class LowRankSums:
         prepared: Iterable[tuple[Matrix | None, Sequence[Pair | None]]] | None = None,
     ) -> None:
         self._sums = sums
-        # For each index into ``sums``: the index of the sum's first scale in the list of all scales.
+        # For each sum, the index of its first scale in the list of the scales of all sums.
         self._first = list(itertools.accumulate((len(total.pairs) for total in sums), initial=0))
         kinds: dict[_Kind, list[tuple[int, tuple[int, ...], list[tuple[int, ...]]]]] = {}
         self._by_reference: list[int] = []
@@ -203,7 +212,7 @@ class LowRankSums:
 def _launch(tiles: Tensor, tables: _Tables, scales: list[float]) -> None:
     device = tiles.device
     on_gpu = torch.tensor(scales, dtype=torch.float32, device="cpu").to(device, non_blocking=True)
-    if device.type == "cuda":  # the cache may free the tables before the kernel has read them
+    if device.type == "cuda":  # the cache of ``_tables`` may free the tables before the kernel has read them
         for table in tables[1:]:
             table.record_stream(torch.cuda.current_stream(device))
     with without_rehearsal():
@@ -211,7 +220,10 @@ def _launch(tiles: Tensor, tables: _Tables, scales: list[float]) -> None:
 
 
 class _Tables(NamedTuple):
-    """A launch of the kernel, and its tables except for the scales, which change from call to call."""
+    """A launch of the kernel, and the tables that the kernel reads.
+
+    The table of scales is not included, because the scales change with each call.
+    """
 
     launch: Launch
     tiles: Tensor
@@ -225,15 +237,15 @@ def _tables(
     matrices: tuple[tuple[int, ...], ...],
     factors: tuple[tuple[tuple[int, ...], ...], ...],
 ) -> _Tables:
-    """Makes the launch and copies its tables to the GPU. ``low_rank/kernels.py`` describes the tables.
+    """Makes a launch of the kernel, and copies the kernel's tables to the GPU (``low_rank/kernels.py``).
 
     The arguments have the addresses of tensors, but no references to them. So the cache keeps no weights
     alive.
 
     Args:
-        kind: the device and dtypes of all matrices.
-        matrices: for each matrix the first five numbers of its row in the table ``matrices``.
-        factors: for each matrix the rows of its pairs in the table ``factors``.
+        kind: the device, the dtypes and the alignment that all matrices have in common.
+        matrices: for each matrix the first five numbers of the matrix's row in the table ``matrices``.
+        factors: for each matrix the rows of the matrix's pairs in the table ``factors``.
     """
     from sdfastgn.kernels.low_rank.kernels import add_low_rank_kernel
 
@@ -242,7 +254,7 @@ def _tables(
         rows.append((*matrix, first, len(pairs)))
         first += len(pairs)
     tiles = [ceil_div(m[2], _TILE[0]) * ceil_div(m[3], _TILE[1]) for m in matrices]
-    counts = torch.tensor(tiles, device="cpu")  # PyTorch's default device may be another one
+    counts = torch.tensor(tiles, device="cpu")  # PyTorch's default device may not be the CPU
     of = torch.repeat_interleave(torch.arange(len(matrices), device="cpu"), counts)
     number = torch.arange(len(of), device="cpu") - (counts.cumsum(0) - counts)[of]
     flat = [pair for pairs in factors for pair in pairs] or [(0,) * 7]
@@ -264,7 +276,8 @@ def _tables(
 def rank_blocks(rank: int, a: torch.dtype, b: torch.dtype) -> tuple[int, bool]:
     """Returns the kernel's constants ``BLOCK`` and ``LOOPS`` for pairs with ranks of at most ``rank``.
 
-    ``a``, ``b``: the dtypes of the factors.
+    These are the number of ranks in a block, and True if the kernel loops over blocks of ranks. ``a``, ``b``:
+    the dtypes of the factors.
     """
     most = _MOST_HALVES if a == b != torch.float32 else _MOST_OTHERS
     return (_LOOPED, True) if rank > most else (max(_DEPTH, next_power_of_2(rank)), False)
@@ -282,7 +295,7 @@ def _prepared(total: Sum) -> tuple[Matrix | None, list[Pair | None]]:
 
 
 def matrix_of(out: Tensor, weight: Tensor) -> Matrix | None:
-    """Describes a weight for the kernel. None if the kernel does not support it."""
+    """Describes a weight for the kernel. Returns None if the kernel does not support the weight."""
     if not dispatch.runs_in_triton(weight) or (out.dtype, out.stride()) != (weight.dtype, weight.stride()):
         return None
     rows, channels = len(weight), weight.shape[1] if weight.dim() > 1 else 1
@@ -302,7 +315,7 @@ def matrix_of(out: Tensor, weight: Tensor) -> Matrix | None:
 def pair_of(a: Tensor, b: Tensor, matrix: Matrix) -> Pair | None:
     """Describes for the kernel the factors a and b, whose product is added to the weight ``matrix``.
 
-    None if the kernel does not support them.
+    Returns None if the kernel does not support these factors.
     """
     strides, dtypes = _strides(a), (a.dtype, b.dtype)
     if strides is None or max(a.numel(), b.numel()) > _MOST_ELEMENTS:
@@ -317,10 +330,11 @@ def pair_of(a: Tensor, b: Tensor, matrix: Matrix) -> Pair | None:
 
 
 def _strides(a: Tensor) -> tuple[int, int, int] | None:
-    """Strides of ``a`` (rank, C_in, height, width) along rank, input channel, and position in the window.
+    """The strides of ``a`` (rank, C_in, height, width) along rank, input channel, and position in the window.
 
-    The position is h * width + w. None if ``a`` is neither contiguous nor channels-last, because such
-    positions may have no common stride. For a linear layer, ``a`` is (rank, C_in) and the last stride is 0.
+    The position in the convolution's window is h * width + w. Returns None if ``a`` is neither contiguous nor
+    channels-last, because positions may then have no common stride. For a linear layer, ``a`` is (rank, C_in)
+    and the last stride is 0.
     """
     window = a[0, 0].numel() if a.dim() > 2 else 1
     if window == 1:

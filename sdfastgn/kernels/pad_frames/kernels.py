@@ -12,13 +12,14 @@ Pointers (all but x and y may be None):
 - ``shift``: (C,), added to x first. With a GroupNorm it is None, because ``table`` includes the shift;
 - ``weight``, ``bias``: (C,), the parameters of the norm of each position's channels. None with a GroupNorm;
 - ``table``: fp32, only with a GroupNorm. ``merge_kernel`` of ``group_norm/kernels.py`` has written it. From
-  ``table_offset`` on it has planes of ``table_plane`` values: the scales, the offsets and, without ``FOLD``,
-  the means. A plane has a value for each channel of each sample, or of each frame if ``FRAMEWISE``;
+  ``table_offset`` on it has planes of ``table_plane`` values: the scales, the offsets and, for fp32 x, the
+  means. For 16-bit x the offsets include the means (constant ``FOLD``). A plane has a value for each channel
+  of each sample, or of each frame if ``FRAMEWISE``;
 - ``modulation``: (N, t, h, w, 2 C), only with a GroupNorm. The first C channels multiply the norm's result.
   The last C channels are then added. If t, h or w is smaller than the size of x, several positions of x share
   a position of the modulation;
 - ``cache``: (N, cached, height, width, C), the frames before x;
-- ``kept``: (N, keep, height, width, C), gets the last frames without borders.
+- ``kept``: (N, keep, height, width, C), to which the kernel writes the last frames without borders.
 
 With programmatic dependent launch (``PDL``, from sm_90 on) the kernel starts while the previous kernel still
 runs. Before it accesses memory, it waits for the end of the previous kernel.
@@ -40,11 +41,12 @@ from sdfastgn.kernels.layer_norm.kernels import tile_column, tile_row
 
 @triton.jit
 def _places(row, front, height, width, pad_h, pad_w, BORDER: tl.constexpr, MODE: tl.constexpr):
-    """Computes where the rows with the indices ``row`` of a padded sample come from in the upsampled x.
+    """Computes the position in the upsampled x for each row of a padded sample.
 
-    Returns (t, at, h, w, is_centre) for each row. t, h and w are frame, line and column; 0, 0, 0 is the first
-    position of x. In the frames before x, t is negative. at is h * width + w. is_centre is False for rows in
-    a border. If ``MODE`` is not "zeros", such a row gets h and w of the position that it repeats or mirrors.
+    A row has the channels of one position. ``row``: indices of rows in the padded sample. Returns (t, at, h,
+    w, is_centre) for each row. t, h and w are frame, line and column, and 0, 0, 0 is the first position of x.
+    In the frames before x, t is negative. at is h * width + w. is_centre is False for rows in a border. If
+    ``MODE`` is not "zeros", a row in a border gets h and w of the position that it repeats or mirrors.
     """
     if BORDER:
         w = row % (width + 2 * pad_w) - pad_w
@@ -73,10 +75,11 @@ def _row_before(
     n, t, h, w, frames, height, width,
     APART: tl.constexpr, TIMES_T: tl.constexpr, TIMES_H: tl.constexpr, TIMES_W: tl.constexpr,
 ):  # fmt: skip
-    """Computes the row that upsampling copies to sample ``n``, frame ``t``, line ``h`` and column ``w``.
+    """Computes which row upsampling copies to sample ``n``, frame ``t``, line ``h`` and column ``w``.
 
-    Without a modulation, the result is a row of x. With a modulation, x is not upsampled, but the modulation
-    is, and the result is a row of the modulation.
+    A row has the channels of one position. Without a modulation, x is upsampled, and the result is the index
+    of a row of x. With a modulation, only the modulation is upsampled, and the result is the index of a row
+    of the modulation.
 
     Numbers:
         frames, height, width: sizes after upsampling.
@@ -95,7 +98,7 @@ def _group_norm(y, table, table_plane, in_row, FOLD: tl.constexpr):
     """Computes GroupNorm(y) = (y - mean) * scale + offset, without its activation.
 
     ``table`` points to the scales for ``y``. The offsets are ``table_plane`` elements later, and the means
-    twice as far. With ``FOLD`` there are no means: the offsets include them.
+    2 * ``table_plane`` elements later. With ``FOLD`` there are no means, because the offsets include them.
     """
     if not FOLD:
         y -= tl.load(table + 2 * table_plane, mask=in_row, other=0.0)
@@ -115,9 +118,10 @@ def _modulated(y, modulation, mask, C: tl.constexpr):
 def _store_windows(y_ptr, y, n, row, is_row, in_row, rows, frame_rows, C: tl.constexpr, WINDOW: tl.constexpr):
     """Stores the values ``y`` of the rows ``row`` of sample ``n`` at ``y_ptr``.
 
-    Frame t of the result has the channels of ``WINDOW`` frames side by side: of the frames t, t + 1, and so
-    on. So a row of frame f is stored up to ``WINDOW`` times: as part 0 of frame f, as part 1 of frame f - 1,
-    and so on. ``rows``: number of rows of a padded sample. ``frame_rows``: number of rows of a frame.
+    A row has the channels of one position. Frame t of the result has the channels of ``WINDOW`` padded frames
+    side by side: of the frames t, t + 1, and so on. So a row of the padded frame f is stored up to ``WINDOW``
+    times: first in frame f of the result, second in frame f - 1, and so on. ``rows``: number of rows of a
+    padded sample. ``frame_rows``: number of rows of a frame.
     """
     y_rows = rows - (WINDOW - 1) * frame_rows
     for k in tl.static_range(WINDOW):
@@ -127,7 +131,7 @@ def _store_windows(y_ptr, y, n, row, is_row, in_row, rows, frame_rows, C: tl.con
         tl.store(y_ptr + at_y * C, y, mask=is_in_y & in_row)
 
 
-# A program computes a tile of whole rows of y.
+# Computes padded frames. A program computes a tile of rows of y. A row has the channels of one position.
 @triton.jit(
     do_not_specialize=[
         "rows",
@@ -158,25 +162,27 @@ def _frames_kernel(
     ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
     WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes y and kept, by the formula of ``pad_frames/op.py``.
+    """Computes y, the padded frames, and kept, the last frames without borders.
 
-    Frames are numbered from the first frame of x, so frames of the cache have negative numbers.
+    ``pad_frames/op.py`` has the formula. Frames are numbered from the first frame of x, so frames of the
+    cache have negative numbers.
 
     Numbers:
         rows: number of rows of a padded sample: frames before x, x and frames after x, each with borders.
         frames, height, width: sizes of x after upsampling.
-        front, cached, keep: numbers of frames before x, of the cache and of kept.
+        front, cached, keep: number of frames before x, number of frames of the cache, number of frames of
+            kept.
         pad_h, pad_w: width of the borders along H and W.
 
     Constants:
-        NORM: "channel", "group", or "" for none.
+        NORM: "channel" for a norm of each position's channels, "group" for a GroupNorm, or "" for no norm.
         FRAMEWISE: True if the table has values for each frame, not for each sample.
         FOLD: True if the table has no means, because its offsets include them.
         BORDER: True if ``pad_h`` or ``pad_w`` is not 0.
-        MODE: the values of padding. "zeros"; "replicate" for the nearest element of cache and x; "reflect",
-            which is the same along T and mirrors along H and W.
+        MODE: the values of padding. "zeros"; "replicate" for the nearest element of cache and x; or
+            "reflect". "reflect" repeats the nearest frame along T, and mirrors each frame along H and W.
         TIMES_T, TIMES_H, TIMES_W: number of copies of each element of x along T, H and W. If there is a
-            modulation, number of copies of each element of the modulation.
+            modulation, number of copies of each element of the modulation instead.
         APART: True if the first frame is not repeated.
         WINDOW: number of frames that lie side by side, as channels, in each frame of y.
     """
@@ -204,8 +210,9 @@ def _frames_kernel(
     if PDL:
         gdc_wait()
     y = tl.load(x_ptr + x_row.to(tl.int64) * C + c, mask=is_new & in_row, other=0.0).to(tl.float32)
-    # ``own`` has the shape of the tile, so each thread loads the parameters for exactly its elements. If
-    # parameters were loaded once for each channel and broadcast, the tile would go through shared memory.
+    # ``own`` has the index of the channel for each element of the tile. So each thread loads shift, weight
+    # and bias for exactly its elements. If they were loaded once for each channel and broadcast, the tile
+    # would go through shared memory.
     own = c + r * 0
     if shift_ptr is not None:
         y += per_channel(shift_ptr, own, in_row, 0.0)

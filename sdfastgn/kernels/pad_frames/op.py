@@ -1,12 +1,12 @@
 """Computes the padded input of a causal convolution of a video in one pass: ``pad_frames``.
 
-A causal convolution reads a frame and the frames before it, but no later frames. A video that is computed in
-chunks keeps the last frames of each chunk for the next chunk (the cache). Before each convolution, diffusers
-runs a norm and an activation, or upsampling; then a concatenation with the cache; then padding. Here one
-kernel does all of this. For x (N, C, T, H, W):
+A causal convolution reads a frame and the frames before it, but no later frames. If a video is computed in
+chunks of frames, the last frames of each chunk are kept for the next chunk. They are called the cache. Before
+each convolution, diffusers runs a norm and an activation, or upsampling; then a concatenation with the cache;
+then padding. Here one kernel does all of this. For x (N, C, T, H, W):
 
-    u = act(norm(x + shift) * factor + offset). Without a modulation, factor is 1 and offset is 0.
-        Without a norm, u is x + shift
+    u = act(norm(x + shift) * factor + offset). A GroupNorm may have a modulation, a tensor with factor and
+        offset. Without a modulation, factor is 1 and offset is 0. Without a norm, u is x + shift
     v = u upsampled: each element is repeated ``upsample`` times along (T, H, W), but the first frame is not
         repeated along T
     w = ``front`` frames, then v, then ``back`` frames. The last of the ``front`` frames are the cache, all
@@ -14,16 +14,16 @@ kernel does all of this. For x (N, C, T, H, W):
     y = w with ``border`` zeros around each frame
     kept = the last ``keep`` frames of w
 
-With a ``window`` of more than one frame, the result is not y. Its frame t has the channels of ``window``
-frames of y side by side: of the frames t, t + 1, and so on. So a 2-D convolution of this result computes the
-same as a 3-D convolution of y.
+With a ``window`` of more than one frame, the result is not y. Frame t of the result then has the channels of
+``window`` frames of y side by side: of the frames t, t + 1, and so on. So a 2-D convolution of this result
+computes the same as a 3-D convolution of y.
 
 ``mode`` is "zeros", "replicate" or "reflect". In mode "replicate", the nearest element replaces each zero, as
-in torch.nn.functional.pad. Mode "reflect" does the same along T. Along H and W, it mirrors each frame at its
-outermost lines and columns, which are not repeated.
+in torch.nn.functional.pad. Mode "reflect" does the same along T. Along H and W, mode "reflect" mirrors each
+frame at its outermost lines and columns, which are not repeated.
 
 On a GPU the kernel of ``pad_frames/kernels.py`` runs; that file explains layouts and numerics. For a
-GroupNorm, the kernels that compute its statistics run first. Everywhere else, if gradients are wanted, and
+GroupNorm, the kernels that compute mean and variance run first. Everywhere else, if gradients are wanted, and
 for calls that the kernel cannot run (``_has_kernel``), ``reference_pad_frames`` runs.
 
 Source: the convolutions of Wan's and HunyuanVideo's autoencoders in diffusers (``WanCausalConv3d``,
@@ -58,7 +58,7 @@ aten = torch.ops.aten
 # Maximum number of positions (frame, line, column) of all padded samples, because the kernel numbers them by
 # int32.
 _MAX_ROWS = 2**31 - 1
-# How frames and pixels are added. See ``pad_frames``.
+# The values of added frames and of borders: zeros, the nearest element, or the mirrored frame.
 _MODES = ("zeros", "replicate", "reflect")
 
 
@@ -66,8 +66,8 @@ class Norm(NamedTuple):
     """A norm of the channels of each position.
 
     All attributes except ``added`` are arguments of ``channel_norm``. ``added`` is added to the sum of
-    squares: a position is divided by max(sqrt(||x||^2 + added), eps). For an RMSNorm over C channels,
-    ``scale`` is sqrt(C), ``eps`` is 0, and ``added`` is C times the eps of the RMSNorm.
+    squares: the channels x of a position are divided by max(sqrt(||x||^2 + added), eps). For an RMSNorm over
+    C channels, ``scale`` is sqrt(C), ``eps`` is 0, and ``added`` is C times the eps of the RMSNorm.
     """
 
     weight: Tensor | None = None
@@ -79,21 +79,25 @@ class Norm(NamedTuple):
 
 
 class GroupNorm(NamedTuple):
-    """A GroupNorm, optionally with a modulation. The attributes not listed are arguments of ``group_norm``.
+    """A GroupNorm, optionally with a modulation, which multiplies the result and adds to it.
+
+    The attributes that are not listed here are arguments of ``group_norm``.
 
     Attributes:
-        statistics: (2, N, P, C) fp32, or (2, N T, P, C) if ``framewise``: the statistics of x without the
-            shift, as for ``group_norm``. If None, kernels compute the statistics.
+        statistics: (2, N, P, C) fp32, or (2, N T, P, C) if ``framewise``: the mean and the sum of squared
+            deviations of each channel of x without the shift, in each of P chunks of positions, as for
+            ``group_norm``. If None, kernels compute the statistics.
         modulation: (N, 2 C, t, h, w), in the dtype and on the device of x, or None. The first C channels
             multiply the norm's result. The last C channels are then added, before the activation. The
             modulation is upsampled to the size of x: H must be a multiple of h and W of w. If T is even, T
             must be a multiple of t. If T is odd, the first frame of the modulation is used for the first
-            frame of x only, and T - 1 must be a multiple of t - 1. There may be no upsampling of x.
-        framewise: True if each frame has its own mean and variance. There may be no upsampling.
+            frame of x only, and T - 1 must be a multiple of t - 1. With a modulation, x must not be
+            upsampled.
+        framewise: True if each frame has its own mean and variance. x must then not be upsampled.
         pads_first: True if the ``front`` and ``back`` frames count in the mean and the variance, as if they
             were added before the norm. A kernel only runs if ``statistics`` are given. They must be the
             statistics of all frames, including the added ones, in chunks of equal sizes. The mode must not
-            be "zeros", ``framewise`` must be False, and there may be no cache, modulation or upsampling.
+            be "zeros", ``framewise`` must be False, and there must be no cache, modulation or upsampling.
     """
 
     num_groups: int
@@ -116,7 +120,7 @@ _PerChannel = Annotated[Tensor | None, Operand("(C,)")]
 
 
 class PadFramesCall(NamedTuple):
-    """The arguments of ``pad_frames``, with the attributes of the norm as fields of their own.
+    """The arguments of ``pad_frames``. Each attribute of the norm is a separate field.
 
     ``norm``: "channel" for a ``Norm``, "group" for a ``GroupNorm``, or "" for none. ``pad_h``, ``pad_w``: the
     border. ``times_t``, ``times_h``, ``times_w``: the numbers in ``upsample``.
@@ -169,8 +173,8 @@ class PadFramesCall(NamedTuple):
 def modulation_times(x: Sequence[int], modulation: Sequence[int]) -> tuple[tuple[int, int, int], bool] | None:
     """Computes from the shapes of x and of a modulation how the modulation is upsampled to the size of x.
 
-    Returns (number of copies of each element along (T, H, W), True if the first frame is not repeated). None
-    if the sizes do not fit.
+    Returns the number of copies of each element along (T, H, W), and True if the first frame is not repeated.
+    Returns None if the sizes do not fit.
     """
     (T, H, W), (t, h, w) = x[2:], modulation[2:]
     if min(t, h, w) < 1 or H % h or W % w:
@@ -220,19 +224,19 @@ def _call_of(
 
 
 def _images(x: Tensor) -> Tensor:
-    """(N, C, T, H, W) -> (N T, C, H, W), a view if x is channels-last."""
+    """Reshapes a video (N, C, T, H, W) to images (N T, C, H, W), as a view if x is channels-last."""
     return x.movedim(2, 1).flatten(0, 1)
 
 
 def normalized_together(call: PadFramesCall) -> int:
-    """Number of positions (frame, line, column) over which each mean and variance of a GroupNorm is taken."""
+    """Number of positions (frame, line, column) over which a GroupNorm takes each mean and variance."""
     T, H, W = call.x.shape[2:]
     frames = 1 if call.framewise else call.front + T + call.back if call.pads_first else T
     return frames * H * W
 
 
 def group_norm_call(call: PadFramesCall) -> GroupNormCall:
-    """The arguments for ``group_norm`` of a call whose ``norm`` is "group". The activation is left out."""
+    """Makes the ``group_norm`` call for the GroupNorm of ``call``, without the activation."""
     affine = call.weight, call.bias, call.eps, "identity"
     x = _images(call.x) if call.framewise else call.x
     return GroupNormCall(x, call.num_groups, *affine, call.shift, None, None, call.statistics, False, None)
@@ -292,9 +296,10 @@ def _bordered(frames: Tensor, border: tuple[int, int], mode: str) -> Tensor:
 
 
 def _replicated(u: Tensor, axis: int, front: int, back: int) -> Tensor:
-    """Repeats the first slice of ``axis`` ``front`` times more, and the last one ``back`` times.
+    """Adds ``front`` copies of the first slice along ``axis``, and ``back`` copies of the last slice.
 
-    The backward of ``aten.replication_pad3d`` has no deterministic algorithm on a GPU. This one has.
+    The backward of ``aten.replication_pad3d`` has no deterministic algorithm on a GPU. The concatenation here
+    has one.
     """
     if front == 0 == back:
         return u
@@ -305,8 +310,8 @@ def _replicated(u: Tensor, axis: int, front: int, back: int) -> Tensor:
 def _channel_norm(u: Tensor, norm: Norm) -> Tensor:
     if not norm.added:
         return reference_channel_norm(u, *norm[:5])
-    # ``reference_channel_norm`` has no argument ``added``. An additional channel with the value sqrt(added)
-    # adds ``added`` to the sum of squares. It is removed from the result.
+    # ``reference_channel_norm`` has no argument ``added``. So an additional channel with the value
+    # sqrt(added) adds ``added`` to the sum of squares. This channel is removed from the result.
     more = u.new_full((u.shape[0], 1, *u.shape[2:]), math.sqrt(norm.added))
     weight, bias = (t if t is None else aten.pad.default(t, [0, 1]) for t in norm[:2])
     return reference_channel_norm(torch.cat((u, more), 1), weight, bias, *norm[2:5])[:, :-1]
@@ -355,10 +360,10 @@ def pad_frames(
     upsample: tuple[int, int, int] = (1, 1, 1),
     window: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes the input of a causal convolution with padding 0, in one pass.
+    """Computes in one pass the padded input of a causal convolution, which can then run with padding 0.
 
-    x + shift is normalized and upsampled. Its sizes are then T'', H'' and W''. Then the frames of ``cache``
-    are put before it, and borders are added.
+    x + shift is normalized and upsampled. The sizes after that are T'', H'' and W''. Then the frames of
+    ``cache`` are put before these frames, and borders are added.
 
     Args:
         x: (N, C, T, H, W).
@@ -366,13 +371,13 @@ def pad_frames(
             normalized and upsampled. T' is at most ``front``.
         front: number of frames before the frames of x, including the frames of the cache.
         back: number of frames after the frames of x.
-        border: (rows above and below each frame, columns left and right of each frame).
+        border: two numbers: of rows above and below each frame, and of columns left and right of each frame.
         mode: the values of borders, of the frames before the cache and of the ``back`` frames. "zeros";
             "replicate" for the nearest element; or "reflect", which repeats the nearest frame and mirrors
-            each frame in its borders. The borders must then be smaller than the frame.
+            each frame in its borders. With "reflect" the borders must be smaller than the frame.
         keep: number of frames of ``kept``, at most ``front`` + T'' + ``back``.
         shift: (C,) or None, added to x first. For example the bias of the convolution that made x.
-        norm: the norm of x + shift, with an activation. None: x + shift is not normalized.
+        norm: the norm of x + shift, with an activation. If None, x + shift is not normalized.
         upsample: (t, h, w), the number of copies of each element along T, H and W. The first frame is not
             repeated along T.
         window: at most ``front`` + T'' + ``back``. With 1, y has the padded frames. With a larger number,
@@ -382,7 +387,7 @@ def pad_frames(
     Returns:
         (y, kept). T'', H'' and W'' are the sizes after upsampling. y is (N, window C,
         front + T'' + back - window + 1, H'' + 2 border[0], W'' + 2 border[1]). kept is (N, C, keep, H'',
-        W''): a copy of the last frames, without borders and windows. It is None if ``keep`` is 0.
+        W''): a copy of the last frames, without borders and windows. kept is None if ``keep`` is 0.
 
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. shift and the tensors of norm may have
         any of the four dtypes, but a modulation must have the dtype of x. Both results have the dtype of x.
@@ -405,7 +410,7 @@ def pad_frames(
 
 
 def _check_structure(norm: Any, border: Any, upsample: Any) -> None:
-    """Check what ``_call_of`` takes apart, so that each number gets into its own field."""
+    """Checks types and lengths of ``norm``, ``border`` and ``upsample``, which ``_call_of`` then unpacks."""
     for label, numbers, count in (("border", border, 2), ("upsample", upsample, 3)):
         if not isinstance(numbers, (tuple, list)):
             raise TypeError(f"{_NAME}: {label} must be a tuple of {count} ints, got {numbers!r}")

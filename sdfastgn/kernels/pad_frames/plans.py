@@ -24,11 +24,11 @@ from sdfastgn.kernels.pad_frames.op import (
 
 
 class PadFramesPlan:
-    """The launches for one combination of shapes, dtypes, device and other arguments.
+    """The launches of ``pad_frames`` for one combination of shapes, dtypes, device and other arguments.
 
     Attributes:
-        launch: the launch of ``_frames_kernel``.
-        table: for a GroupNorm, the launches that compute its statistics and write the table of scales and
+        launch: the launch of ``_frames_kernel``, which computes the results.
+        table: for a GroupNorm, the launches that compute mean and variance and write the table of scales and
             offsets, which ``_frames_kernel`` reads. None for other norms.
         shape, kept_shape: the shapes of y and kept.
     """

@@ -4,8 +4,8 @@ cuBLASLt takes matrices in column-major order. A row-major (rows, columns) matri
 memory as a column-major (columns, rows) matrix. So for ``out = x @ weight.T`` cuBLASLt computes ``out.T =
 weight @ x.T``.
 
-The values of the constants below are from ``cublasLt.h``. They have not changed since CUDA 11. Libraries from
-before CUDA 12.9 refuse scales for rows.
+The values of the constants below are from ``cublasLt.h``. They have not changed since CUDA 11. cuBLASLt
+before CUDA 12.9 refuses products of E4M3 matrices (a float dtype of 8 bits) that have a scale for each row.
 
 Source: NVIDIA, cuBLAS documentation, "Using the cuBLASLt API".
 """
@@ -24,13 +24,15 @@ from torch import Tensor
 from sdfastgn.kernels.common import gpu
 from sdfastgn.kernels.common.e4m3 import E4M3
 
-# Dtype of the matrices -> its number in cuBLASLt: CUDA_R_16F, CUDA_R_16BF, CUDA_R_8F_E4M3.
+# The numbers by which cuBLASLt names the dtypes of matrices: CUDA_R_16F, CUDA_R_16BF and CUDA_R_8F_E4M3.
 _CUDA_TYPES = {torch.float16: 2, torch.bfloat16: 14, E4M3: 28}
-# CUDA_R_32F: the dtype of alpha and beta in ``out = alpha * product + beta * out``.
+# CUDA_R_32F: cuBLASLt's number for fp32, the dtype of alpha and beta in ``out = alpha * product + beta *
+# out``.
 _FP32 = 0
-# CUBLAS_COMPUTE_32F: products are summed in fp32.
+# CUBLAS_COMPUTE_32F: cuBLASLt's number for sums in fp32.
 _COMPUTE_FP32 = 68
-# Attributes that are set in the descriptor of a product, from cublasLtMatmulDescAttributes_t.
+# Numbers of the attributes that are set in cuBLASLt's descriptor of a product, from
+# cublasLtMatmulDescAttributes_t.
 _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER, _A_SCALE_POINTER, _B_SCALE_POINTER, _FAST_SUMS = 3, 7, 8, 17, 18, 25
 _A_SCALE_MODE, _B_SCALE_MODE = 31, 32
 # Values of the attributes _TRANSPOSE_A and _EPILOGUE: CUBLAS_OP_T, CUBLASLT_EPILOGUE_BIAS.
@@ -38,11 +40,11 @@ _TRANSPOSED, _ADD_BIAS = 1, 4
 # Value of the attributes _A_SCALE_MODE and _B_SCALE_MODE: one fp32 scale for each row of x and of the weight,
 # CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F.
 _SCALES_OF_ROWS = 3
-# Stands for the addresses of scales where none are read: without addresses cuBLASLt recommends no algorithm
-# that takes scales for rows.
+# A placeholder for the addresses of scales in a request for algorithms, which does not read the scales.
+# Without addresses cuBLASLt recommends no algorithm that takes a scale for each row.
 _SOME_ADDRESS = 256
-# Attribute of a request for algorithms: the maximum scratch memory of an algorithm
-# (cublasLtMatmulPreferenceAttributes_t).
+# Number of the attribute of a request for algorithms that limits an algorithm's scratch memory, from
+# cublasLtMatmulPreferenceAttributes_t.
 _MAX_WORKSPACE = 1
 # Maximum number of bytes of scratch memory of an algorithm. Algorithms that divide the depth into parts
 # (split-K) store partial sums and need more memory, so this limit excludes them.
@@ -50,21 +52,23 @@ _WORKSPACE = 4096
 # Maximum number of algorithms that are requested. On an H200 cuBLASLt recommends eight for a product.
 _MAX_ALGORITHMS = 16
 
-# Functions that may take milliseconds: other threads run Python meanwhile. The other functions that this file
-# calls only allocate, set or free a few bytes. They keep Python's global interpreter lock, because a thread
-# that gives it up may wait for it for milliseconds, while other threads compile kernels.
+# Functions that may take milliseconds. They release Python's global interpreter lock, so that other threads
+# run meanwhile. The other functions that this file calls only allocate, set or free a few bytes. They keep
+# the lock, because a thread that releases it may wait for milliseconds until it gets the lock back, if other
+# threads compile kernels.
 _SLOW = ("cublasLtCreate", "cublasLtMatmul", "cublasLtMatmulAlgoGetHeuristic")
 
 _Pointer = ctypes.c_void_p
 
 
 class Shape(NamedTuple):
-    """Sizes and dtype of a product out = x @ weight.T of contiguous matrices.
+    """The sizes, the dtype and the options of a product out = x @ weight.T of contiguous matrices.
 
     x is (rows, depth), weight is (columns, depth), out is (rows, columns). ``has_bias``: True if a bias
     (columns,) is added. ``adds``: True if the product is added to the old values of ``out``. ``is_e4m3``:
-    True if x and weight are in E4M3, each with a scale. Then ``dtype`` is the dtype of out.
-    ``has_row_scales``: True if each row of x and of weight has a scale.
+    True if x and weight are in E4M3, a float dtype of 8 bits, and have scales. Then ``dtype`` is the dtype of
+    out. ``has_row_scales``: True if each row of x and of weight has a scale, False if each of the two tensors
+    has one scale.
     """
 
     rows: int
@@ -111,11 +115,10 @@ class _Arguments(NamedTuple):
 
 @functools.cache
 def _library(loader: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL | None:
-    """The library cuBLASLt of the CUDA version that PyTorch was built for.
+    """The library cuBLASLt of the CUDA version that PyTorch was built for, or None if it is not found.
 
-    ``loader``: ``ctypes.CDLL``, or ``ctypes.PyDLL``, whose calls keep Python's global interpreter lock.
-
-    None if not found, as on Windows.
+    On Windows it is never found. ``loader``: ``ctypes.CDLL``, or ``ctypes.PyDLL``, whose calls keep Python's
+    global interpreter lock.
     """
     if torch.version.cuda is None:
         return None
@@ -126,14 +129,14 @@ def _library(loader: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL | None:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Call a function of cuBLASLt. Raises ``Refused`` if it returns another status than 0."""
+    """Calls the function ``name`` of cuBLASLt. Raises ``Refused`` if it returns another status than 0."""
     status = getattr(_library(ctypes.CDLL if name in _SLOW else ctypes.PyDLL), name)(*arguments)
     if status != 0:
         raise Refused(f"sdfastgn: {name} returned {status}")
 
 
 def _set(kind: str, of: ctypes.c_void_p, attribute: int, value: Any) -> None:
-    """Set an attribute of the descriptor ``of`` to the C value ``value``.
+    """Sets an attribute of cuBLASLt's descriptor ``of`` to the C value ``value``.
 
     ``kind``: type of the descriptor, as in the names of cuBLASLt's functions, for example "MatmulDesc".
     """
@@ -152,7 +155,7 @@ def _handle(device: torch.device) -> ctypes.c_void_p:
 
 @contextmanager
 def _described(shape: Shape, bias: int = 0, scales: tuple[int, int] = (0, 0)) -> Iterator[_Arguments]:
-    """A context that creates the descriptors of a product, and destroys them at its end.
+    """A context manager that creates cuBLASLt's descriptors of a product, and destroys them at its exit.
 
     ``bias``: address of the bias, or 0. ``scales``: addresses of the scales of x and weight, or zeros. Each
     call creates new descriptors, so that threads do not share them.
@@ -194,9 +197,9 @@ def _described(shape: Shape, bias: int = 0, scales: tuple[int, int] = (0, 0)) ->
 
 
 def algorithms(shape: Shape, device: torch.device) -> list[Algorithm]:
-    """The algorithms that cuBLASLt recommends for ``shape`` on ``device``, its first choice first.
+    """The algorithms that cuBLASLt recommends for a product on ``device``, its first choice first.
 
-    Empty if the library is not found. Raises ``Refused`` if the library fails.
+    The list is empty if the library is not found. Raises ``Refused`` if the library fails.
     """
     if _library() is None:
         return []
@@ -226,15 +229,16 @@ def multiply(
 ) -> None:
     """Computes out = x @ weight.T + bias, or out += x @ weight.T + bias if ``shape.adds``.
 
-    It runs on the current stream.
+    The product runs on the current stream.
 
     Args:
-        shape: sizes and dtype of the tensors, which are not checked.
+        shape: sizes, dtype and options. The tensors are not checked against it.
         algorithm: one of ``algorithms(shape, device)``.
-        x, weight, bias, out: as in ``Shape``, on the current device. Their addresses must be multiples of
-            256, because cuBLASLt assumes this.
-        scales: the scales of x and weight, fp32, if ``shape.is_e4m3``; else None. (1,) each, or (rows,) and
-            (columns,) if ``shape.has_row_scales``.
+        x, weight, bias, out: (rows, depth), (columns, depth), (columns,) or None, and (rows, columns),
+            contiguous and on the current device. Their addresses must be multiples of 256, because cuBLASLt
+            assumes this.
+        scales: None, or the fp32 scales of x and weight if ``shape.is_e4m3``. Each is (1,). If
+            ``shape.has_row_scales``, they are (rows,) and (columns,).
 
     Raises ``Refused`` if cuBLASLt cannot run the algorithm.
     """

@@ -1,15 +1,17 @@
-"""The Triton kernel of ``quantize_rows``: rows in E4M3 and one scale for each row.
+"""The Triton kernel of ``quantize_rows``: rows in E4M3, a float dtype of 8 bits, and one scale for each row.
 
-A program has a tile of whole rows in registers, as the rows kernel of LayerNorm. It reads each row once, and
-writes the row and its scale. Tensors:
+A program has a tile of whole rows in registers, like the kernel of LayerNorm for short rows. It reads each
+row once, and writes the row and the row's scale. Tensors:
 
 - ``x``: (B, S, K), fp16, bf16 or fp32, with contiguous rows;
-- ``second``: (B, S, D - K), in the dtype of x, with contiguous rows; or None. With ``MULTIPLIES`` (B, S, D);
-- ``y``: (B, S, D), contiguous, E4M3. A row is a row of x, and then one of ``second``, or their product;
+- ``second``: (B, S, D - K), in the dtype of x, with contiguous rows; or None. With ``MULTIPLIES``, ``second``
+  is (B, S, D);
+- ``y``: (B, S, D), contiguous, in E4M3. A row of y is a row of x followed by a row of ``second``. With
+  ``MULTIPLIES`` it is the product of both rows;
 - ``scales``: (B, S), contiguous, fp32.
 
-Strides of x and ``second`` are in units of ``VECTOR`` elements. The kernel multiplies them by it, so the
-compiler knows that products are multiples of it, and loads vectors.
+Strides of x and ``second`` are in units of ``VECTOR`` elements. The kernel multiplies strides by ``VECTOR``,
+so the compiler knows that the products are multiples of ``VECTOR``, and loads vectors.
 
 Numerics: all arithmetic is fp32, and y is rounded once. NaN and infinities become NaN, and do not change the
 scale of their row.
@@ -38,14 +40,15 @@ def row_max(x, WIDE: tl.constexpr):
 
 @triton.jit
 def in_rows_of_e4m3(y, WIDE: tl.constexpr):
-    """Returns (y / scale limited to the range of E4M3, in fp32; scale) for a tile of whole rows.
+    """Returns y / scale in fp32, limited to the range of E4M3, and the scale, for a tile of whole rows.
 
-    ``y``: fp32, and 0 outside of the rows. ``kernels/quantize_rows/op.py`` has the formula of the scale.
+    The scale of a row is the largest finite magnitude in the row divided by 448, the largest number of E4M3.
+    ``y``: fp32, and 0 outside of the rows.
     """
     size = tl.abs(y)
     is_finite = size < float("inf")  # False for NaN
     scale = tl.maximum(row_max(tl.where(is_finite, size, 0.0), WIDE) * (1 / 448.0), 1.1754943508222875e-38)
-    u = tl.minimum(tl.maximum(y * (1.0 / scale), -448.0), 448.0)  # beyond the range by rounding
+    u = tl.minimum(tl.maximum(y * (1.0 / scale), -448.0), 448.0)  # rounding may exceed the range of E4M3
     return tl.where(is_finite, u, float("nan")), scale
 
 
@@ -57,7 +60,7 @@ def _quantize_rows_kernel(
     SECOND_ACTIVATION: tl.constexpr, MULTIPLIES: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
     WIDE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile of rows and their scales. ``S``: rows of a sample."""
+    """Each program writes a tile of rows in E4M3 and their scales. ``S``: number of rows of a sample."""
     ROWS: tl.constexpr = LANES if WIDE else LANES * WARPS
     r = tl.program_id(0) * ROWS + tile_row(WIDE, LANES, WARPS)
     c = tile_column(WIDE, WARPS, STEPS, BLOCK)
@@ -68,7 +71,7 @@ def _quantize_rows_kernel(
         gdc_wait()
     at = (sample * x_sample + row * x_row) * VECTOR + c
     u = tl.load(x_ptr + at, mask=is_row & (c < K), other=0.0).to(tl.float32)
-    u = activate(u, ACTIVATION, PAIRS)  # 0 stays 0
+    u = activate(u, ACTIVATION, PAIRS)  # every activation of 0 is 0, so masked elements stay 0
     if second_ptr is not None:
         FIRST: tl.constexpr = 0 if MULTIPLIES else K
         at = (sample * second_sample + row * second_row) * VECTOR + (c - FIRST)

@@ -1,14 +1,14 @@
-"""Rows in E4M3, an 8-bit float dtype, and one scale for each row. ``common/e4m3.py`` explains E4M3.
+"""Quantizes rows to E4M3, an 8-bit float dtype, with one scale for each row: ``quantize_rows``.
 
 Formula, in fp32, for each row of x (B, S, D):
 
     scale = max(largest magnitude of activation(row) / 448, 2^-126)
     y = activation(row) / scale               rounded to E4M3
 
-NaN and infinities become NaN, and do not count for the scale. So such a value spoils only its own row. A row
-of a second tensor, with another activation, can follow each row of x, or multiply it. The result has one
-scale, the smallest with which all values are in the range. So it needs no values of earlier calls, and no
-room for larger ones.
+448 is the largest number of E4M3, and 2^-126 the smallest normal number of fp32. NaN and infinities become
+NaN, and do not count for the scale, so they do not change how the other values of the row are rounded. A row
+of a second tensor, with another activation, can follow each row of x, or multiply it. The resulting row then
+has a single scale. The scale is computed from the row itself, and does not depend on earlier calls.
 
 On a GPU the kernel of ``quantize_rows/kernels.py`` runs. Everywhere else, and for rows that are too long for
 the kernel, ``reference_quantize_rows`` runs.
@@ -29,12 +29,13 @@ from sdfastgn.kernels.common.plan_cache import Plans, named
 from sdfastgn.kernels.common.sizes import MAX_OFFSET
 from sdfastgn.kernels.layer_norm.config import fits_registers
 
-# The smallest normal number of fp32. It is the scale of rows without values, whose reciprocal is finite.
+# The smallest scale: the smallest normal number of fp32. Rows of zeros have this scale. Its reciprocal is
+# finite.
 _LEAST = 2.0**-126
 
 
 class QuantizeRowsCall(NamedTuple):
-    """The arguments of ``quantize_rows``."""
+    """The arguments of the function ``quantize_rows``."""
 
     x: Annotated[Tensor, Operand("(B, S, D)", whole=dense_rows)]
     activation: Annotated[str, Value(check_activation)]
@@ -66,7 +67,7 @@ def reference_quantize_rows(
 
 
 def _has_kernel(call: QuantizeRowsCall) -> bool:
-    """True if there are elements, and the rows fit into registers and can be numbered by int32."""
+    """True if the kernel can run: x is not empty, rows fit into registers, and int32 can number them."""
     x, second = call.x, call.second
     columns = x.shape[-1] + (0 if second is None or call.multiplies else second.shape[-1])
     return 0 < x.numel() <= MAX_OFFSET * x.shape[-1] and fits_registers(columns)
@@ -86,22 +87,27 @@ def quantize_rows(
     second_activation: str = "identity",
     multiplies: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Computes rows in E4M3, and a scale for each: a row is about its scale times what is returned.
+    """Quantizes rows to E4M3, an 8-bit float dtype, with one scale for each row.
+
+    The rows of ``scales[..., None] * y`` are about the rows of activation(x).
 
     Args:
         x: (B, S, K).
-        activation: a key of ``ACTIVATIONS``, which is applied to x first.
-        second: (B, S, L), in the dtype of x, or None. Each row continues with its row.
-        second_activation: the same for ``second``.
-        multiplies: True to multiply x and ``second``, with L = K, after their activations.
+        activation: name of the activation that is applied to x first, a key of
+            ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
+        second: (B, S, L), in the dtype of x, or None. Each row of the result is a row of x, and then the row
+            of ``second`` with the same index.
+        second_activation: name of the activation that is applied to ``second``.
+        multiplies: True to multiply the rows of x and ``second`` instead, after their activations. L is then
+            K.
 
     Returns:
-        y: (B, S, K + L), or (B, S, K) with ``multiplies``; contiguous, in E4M3.
+        y: (B, S, K + L), or (B, S, K) with ``multiplies`` or without ``second``; contiguous, in E4M3.
         scales: (B, S), contiguous, fp32. No scale is 0.
 
     Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch, in fp32.
     Layout: any. A tensor is copied first if its rows are not contiguous.
-    Grad: none. Call it only where no gradient is wanted.
+    Grad: none. Call this function only where no gradient is wanted.
     Raises:
         TypeError: a tensor is not strided or has another dtype.
         ValueError: a shape, a device or an activation does not fit.

@@ -19,7 +19,7 @@ from sdfastgn.kernels.quantize_rows.op import QuantizeRowsCall
 
 
 class QuantizeRowsPlan:
-    """The launch for calls with equal shapes, strides, dtypes, device and activations."""
+    """The launch of ``quantize_rows`` for calls with equal shapes, strides, dtypes and activations."""
 
     __slots__ = ("launch", "scale_strides", "shape", "strides")
 
@@ -41,7 +41,7 @@ class QuantizeRowsPlan:
         )  # fmt: skip
 
     def run(self, call: QuantizeRowsCall) -> tuple[Tensor, Tensor]:
-        """Launch the kernel, and return (y, scales)."""
+        """Launches the kernel, and returns the rows in E4M3 and their scales."""
         x = call.x
         y = x.new_empty_strided(self.shape, self.strides, dtype=E4M3)
         scales = x.new_empty_strided(self.shape[:2], self.scale_strides, dtype=torch.float32)

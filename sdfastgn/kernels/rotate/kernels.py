@@ -4,15 +4,17 @@ A program has some whole rows in registers. Tensors:
 
 - ``x``, ``y``: (A, B, C, D), fp16, bf16 or fp32, with contiguous rows;
 - ``cos``, ``sin``: (A, B, C, D) or (A, B, C, D / 2), of any strides. A stride is 0 where one element is
-  used along a whole axis. Without ``sin``, ``cos`` has both numbers of each pair. None: rows are not rotated;
-- ``weight``, ``bias``: (D,), of the norm. Each may be None.
+  used along a whole axis. If only ``sin`` is None, ``cos`` has cosine and sine of each pair in turns. If both
+  are None, rows are not rotated;
+- ``weight``, ``bias``: (D,), the parameters of the norm. Each may be None.
 
-Strides of x and y are in units of ``VECTOR`` elements, and strides of tables in units of ``TABLE_VECTOR``.
-The kernel multiplies them by the unit, so the compiler knows that products are multiples, and loads vectors.
-It loads tables in the shape of x: in another shape, they would go through shared memory.
+Strides of x and y are in units of ``VECTOR`` elements, and strides of the tables cos and sin in units of
+``TABLE_VECTOR`` elements. The kernel multiplies strides by these units, so the compiler knows that the
+products are multiples, and loads vectors. The kernel loads a value of a table for each element of x. Tables
+that are loaded in a smaller shape and broadcast would go through shared memory.
 
-Numerics: all arithmetic is fp32. The norm is rounded to the dtype of x before the rotation, as in models that
-compute one after the other.
+Numerics: all arithmetic is fp32. The result of the norm is rounded to the dtype of x before the rotation, as
+in models that compute norm and rotation one after the other.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ from sdfastgn.kernels.common.sums import inverse_deviation
 
 @triton.jit
 def _normalized(x, mean, rest, factor, weight_ptr, bias_ptr, at, mask, LAYER: tl.constexpr):
-    """The elements x of rows, normalized. ``at``: their columns. ``rest``: the rounding error of the mean."""
+    """Returns (x - mean - rest) * factor * weight + bias, the normalized elements ``x`` of rows.
+
+    Without ``LAYER``, mean and rest are not subtracted, as in an RMS norm. ``at``: the columns of the
+    elements. ``rest``: the rounding error of the mean.
+    """
     if LAYER:
         x = x - mean - rest
     x = x * factor
@@ -50,11 +56,12 @@ def _rotate_kernel(
     COS_STEP: tl.constexpr, SIN_STEP: tl.constexpr, HALVES: tl.constexpr,
     KIND: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Computes ``BLOCK_R`` rows of y.
+    """A program computes ``BLOCK_R`` rows of y.
 
-    ``HALVES``: True if a pair has an element of each half of a row, False if it has neighbors. ``SHARED``:
-    number of elements of a pair for which a table has one number. ``COS_STEP``, ``SIN_STEP``: distance of
-    neighbors in a row of the table. ``KIND``: of the norm, "rms", "layer" or "none".
+    ``HALVES``: True if a pair has an element of each half of a row, False if a pair has two neighbors.
+    ``SHARED``: 2 if both elements of a pair use the same number of a table, else 1. ``COS_STEP``,
+    ``SIN_STEP``: strides of the last axis of cos and sin. ``KIND``: the kind of norm, "rms", "layer" or
+    "none".
     """
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -66,8 +73,8 @@ def _rotate_kernel(
         gdc_wait()
     x_ptr += (a * x_a + b * x_b + c * x_c) * VECTOR
     x = tl.load(x_ptr + d, mask=mask, other=0.0).to(tl.float32)
-    # With halves, the columns of the other elements of the pairs. With offsets of the shape of the tile, each
-    # thread loads the numbers of its own elements.
+    # If pairs have an element of each half of a row, these are the columns of the other elements of the
+    # pairs. They have the shape of the tile, so that each thread loads the numbers for its own elements.
     other = (d + D // 2) % D + r * 0
     if KIND != "none":
         u, mean, rest = x, 0.0, 0.0

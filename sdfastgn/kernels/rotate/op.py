@@ -1,14 +1,15 @@
 """Rotary embeddings: pairs of elements of each row are rotated, after a norm of the row.
 
-Formula, for x (A, B, C, D) and tables that broadcast to it, all operands fp32:
+Formula, for x (A, B, C, D) and tables cos and sin that broadcast to x, all computed in fp32:
 
     z = x / sqrt(mean(x^2) + eps) * weight + bias        rounded to the dtype of x; without a norm, z is x
     y[2i] = z[2i] * cos[2i] - z[2i + 1] * sin[2i]
     y[2i + 1] = z[2i + 1] * cos[2i + 1] + z[2i] * sin[2i + 1]
 
 With ``halves``, the elements i and i + D / 2 are a pair instead of 2i and 2i + 1. A table with D / 2 columns
-has one number for each pair. Without sin, the table cos has both numbers of each pair in turns. Without
-tables, y is z. y may be a part of a larger tensor. A LayerNorm subtracts the mean of the row before.
+has one number for each pair. If there is no table sin, the table cos has cosine and sine of each pair in
+turns. Without tables, y is z. y may be a part of a larger tensor. If the norm is a LayerNorm, the mean of
+each row is subtracted from x first.
 
 On a GPU the kernel of ``rotate/kernels.py`` runs. Everywhere else, and if gradients are wanted,
 ``reference_rotate`` runs.
@@ -29,7 +30,7 @@ from sdfastgn.kernels.common.declaration import Operand, checks_of
 from sdfastgn.kernels.common.plan_cache import Plans, named
 from sdfastgn.kernels.common.sizes import MAX_OFFSET, next_power_of_2
 
-# Maximum length of a row, padded to a power of 2, that a program keeps in registers.
+# Maximum length of a row, rounded up to a power of 2, that a program keeps in registers.
 _MAX_ROW = 8192
 
 
@@ -38,12 +39,12 @@ def _has_dense_rows(t: Tensor) -> bool:
 
 
 def _with_dense_rows(t: Tensor, call: Any) -> Tensor:
-    """``t``, or a contiguous copy if the elements of a row are not neighbors in memory."""
+    """Returns ``t``, or a contiguous copy if the elements of a row are not neighbors in memory."""
     return t if _has_dense_rows(t) else t.contiguous()
 
 
 class RotateCall(NamedTuple):
-    """The arguments of ``rotate``."""
+    """The arguments of the function ``rotate``."""
 
     x: Annotated[Tensor, Operand("(A, B, C, D)", whole=_with_dense_rows)]
     cos: Annotated[Tensor | None, Operand(whole=None)]
@@ -75,7 +76,7 @@ def reference_rotate(call: RotateCall) -> Tensor:
         u = x.to(wide)
         if layer:
             u = u - u.mean(-1, keepdim=True)
-            u = u - u.mean(-1, keepdim=True)  # the rounding error of the first mean
+            u = u - u.mean(-1, keepdim=True)  # removes the rounding error of the first mean
         u = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
         u = u if weight is None else u * weight.to(wide)
         x = (u if bias is None else u + bias.to(wide)).to(x.dtype)
@@ -98,7 +99,7 @@ def reference_rotate(call: RotateCall) -> Tensor:
 
 
 def _has_kernel(call: RotateCall) -> bool:
-    """True if x has elements, and its rows fit into a program and can be numbered by int32."""
+    """True if the kernel can run: x is not empty, rows fit into registers, and int32 can number them."""
     x = call.x
     return 0 < x.numel() <= MAX_OFFSET * x.shape[-1] and fits(x.shape[-1])
 
@@ -128,25 +129,26 @@ def rotate(
         cos, sin: (A or 1, B or 1, C or 1, D or D / 2), with even D. Both have the same last size. If sin is
             None, cos has D columns: cosine and sine of each pair in turns. If both are None, nothing is
             rotated.
-        weight: (D,), the weight of the norm, or None for no RMS norm.
+        weight: (D,), the weight of the norm, or None. If weight is None and ``layer`` is False, there is no
+            norm.
         eps: a number that is added to the mean of the squares of a row. Without a norm it is not used.
         out: memory for the result instead of new memory, such as a part of a larger tensor. It has the shape
             and dtype of x and contiguous rows, and shares no memory with the other arguments.
-        halves: True if a pair is an element of the first half of a row, and the one at its place in the
-            second half. False if a pair is two neighbors.
+        halves: True if a pair is element i of the first half of a row and element i of the second half. False
+            if a pair is two neighbors.
         bias: (D,), the bias of the norm, or None.
-        layer: True for a LayerNorm, with or without a weight, False for an RMS norm.
+        layer: True for a LayerNorm, with or without a weight. False for an RMS norm, or for no norm.
 
     Shapes: the result has the shape of x. It is ``out``, or a new contiguous tensor.
 
-    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. Tables and weight may have any of the
-        four dtypes. The output has the dtype of x.
+    Dtypes: x is fp16, bf16, fp32 or fp64. fp64 runs in plain PyTorch. cos, sin, weight and bias may have any
+        of the four dtypes. The output has the dtype of x.
     Layout: any. x is copied first if its rows are not contiguous.
     Grad: calls that want gradients, the transforms of torch.func and forward-mode AD run in plain PyTorch.
     Raises:
         TypeError: a tensor is not strided or has another dtype, or another argument has the wrong type.
-        ValueError: a shape or a device does not fit, the rows of ``out`` are not contiguous, with halves
-            there is a table cos without sin, or there is a bias and no norm.
+        ValueError: a shape or a device does not fit, the rows of ``out`` are not contiguous, ``halves`` is
+            True and there is cos without sin, or there is a bias and no norm.
     """
     if type(eps) is not float:
         eps = as_eps(_NAME, eps)
@@ -169,7 +171,7 @@ def _check_tables(name: str, call: RotateCall) -> None:
     if call.out is not None and isinstance(call.out, Tensor) and not _has_dense_rows(call.out):
         raise ValueError(f"{name}: the rows of out must be contiguous, got the strides {call.out.stride()}")
     tables = {"cos": call.cos, "sin": call.sin}
-    if call.sin is None:  # then cos may be None too, or has both numbers of each pair
+    if call.sin is None:  # then cos may be None too, or has cosine and sine of each pair
         del tables["sin"]
     if call.cos is call.sin is None:
         return

@@ -12,16 +12,16 @@ from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2, vector_widt
 from sdfastgn.kernels.rotate import kernels
 from sdfastgn.kernels.rotate.op import RotateCall
 
-# Number of elements of a program. With four warps, each lane has two 16-byte loads of 16-bit elements.
+# Number of elements of a program. With four warps and 16-bit elements, each lane makes two loads of 16 bytes.
 _ELEMENTS = 2048
 # Number of warps of a program, except for long rows.
 _WARPS = 4
-# Largest number of elements of a row for each warp. With twice as many, registers did not suffice.
+# Maximum number of elements of a row for each warp. With twice as many, registers did not suffice.
 _MOST_OF_A_WARP = 512
 
 
 class RotatePlan:
-    """The launch for calls with equal shapes, strides, dtypes and device."""
+    """The launch of ``rotate`` for calls with equal shapes, strides, dtypes and device."""
 
     __slots__ = ("launch", "shape", "strides")
 
@@ -34,9 +34,9 @@ class RotatePlan:
         steps = [_strides(t) for t in tables] + [(0, 0, 0, 1)] * (2 - len(tables))
         strides = {"x": _strides(x), "y": self.strides if out is None else _strides(out)}
         strides |= {"cos": steps[0], "sin": steps[1]}
-        # The order of the kernel's axes. Rows of x that use the same row of cos and sin are processed one
-        # after another, so that this row is read from memory once. These are the heads of a token. If tokens
-        # have one head, these are the samples of the batch.
+        # The order in which the kernel goes through the axes of x. Rows of x that use the same row of cos and
+        # sin are processed one after another, so that this row is read from memory once. Usually such rows
+        # are the heads of a token. If tokens have one head, they are the samples of the batch.
         order = (1, 2, 0) if tables and C == 1 and all(len(t) == 1 for t in tables) else (0, 1, 2)
         vector = vector_width(x.itemsize, D, *strides["x"][:3], *strides["y"][:3])
         widest = max((t.itemsize for t in tables), default=x.itemsize)
@@ -62,7 +62,7 @@ class RotatePlan:
         )  # fmt: skip
 
     def run(self, call: RotateCall) -> Tensor:
-        """Launch the kernel, and return y."""
+        """Launches the kernel, and returns the rotated rows."""
         x, out = call.x, call.out
         y = x.new_empty_strided(self.shape, self.strides) if out is None else out
         self.launch.run(x, call.cos, call.sin, call.weight, call.bias, y)
@@ -70,5 +70,5 @@ class RotatePlan:
 
 
 def _strides(t: Tensor) -> tuple[int, ...]:
-    """The strides of ``t``, 0 along axes of one element, which are never moved along."""
+    """The strides of ``t``, but 0 along axes of one element."""
     return tuple(0 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True))

@@ -19,32 +19,32 @@ from sdfastgn.kernels.common.sizes import (
 # Maximum number of warps of a program. For channels-first tensors it is also limited by the number of
 # channels.
 _STATISTICS_WARPS = 4
-# Kind of reduction -> (warps per multiprocessor, minimum and maximum number of steps of a tile). In each step
-# of a tile a thread has one load in flight. More warps and more steps keep the memory busier. But more warps
-# also mean more chunks, whose results must be merged. Kernels of kind "write" also write x. Kernels of kind
-# "backward" read two tensors. These two kinds have enough accesses in flight with fewer steps, and are faster
-# with more warps.
+# For each kind of reduction: warps per multiprocessor, and minimum and maximum number of steps of a tile. For
+# each step of a tile, a thread has one load in flight. More warps and more steps keep the memory busier. But
+# more warps also mean more chunks, whose results must be merged. Kernels of kind "read" only read x, kernels
+# of kind "write" also write x, and kernels of kind "backward" read two tensors. The last two kinds have
+# enough accesses in flight with fewer steps, and are faster with more warps.
 _REDUCTIONS = {"read": (8, 8, 16), "write": (16, 8, 8), "backward": (16, 4, 4)}
-# Number of groups that ``statistics_pay`` assumes, because it does not know the norm. Stable Diffusion's
-# norms have 32.
+# Number of groups of the GroupNorm that ``statistics_pay`` assumes, because it does not know the norm. Stable
+# Diffusion's norms have 32 groups.
 _USUAL_GROUPS = 32
 # Minimum number of elements of a group for which GroupNorm is faster if the kernel that writes its input also
-# computes the statistics. Elements are counted with channels and positions padded to powers of 2. Without
-# given statistics, a smaller group is normalized by one launch. This is faster than the two launches that
-# given statistics need: merge and apply.
+# computes the statistics. Elements are counted with channels and positions rounded up to powers of 2. If
+# GroupNorm is not given statistics, it normalizes a smaller group by one launch. This is faster than the two
+# launches that it needs with given statistics.
 _STATISTICS_MIN_ELEMENTS = 16384
 
 
 @dataclass(frozen=True)
 class StatisticsConfig:
-    """How x (N, C, HW) is divided: its HW positions into chunks, and the chunks among warps.
+    """How the kernel divides x (N, C, HW): the HW positions into chunks, and the chunks among warps.
 
     There are ``chunks`` chunks of ``rows`` positions. Each warp reduces one chunk by itself, in (lanes,
     steps, block) tiles of ``tile_rows`` positions.
 
-    Channels-last: ``block`` is a number of channels, and a program's ``num_warps`` warps reduce neighboring
-    chunks of the same channels. Channels-first: ``block`` is a number of positions, and the warps reduce
-    the same chunk of neighboring channels.
+    If x is channels-last, ``block`` is a number of channels, and a program's ``num_warps`` warps reduce
+    neighboring chunks of the same channels. If x is channels-first, ``block`` is a number of positions, and
+    the warps reduce the same chunk of neighboring channels.
     """
 
     lanes: int
@@ -72,25 +72,25 @@ def statistics_config(
     """
     warps_per_sm, steps_min, steps_max = _REDUCTIONS[kind]
     if channels_last:
-        # Read whole 128-byte lines of memory, if C is large enough. In 16 bits a line is 64 channels.
+        # If C is large enough, a block is a whole cache line of 128 bytes: 64 channels of 16 bits.
         block = min(64, next_power_of_2(C))
         lanes, columns, warps = WARP_LOAD // block, ceil_div(C, block), _STATISTICS_WARPS
     else:
         block, lanes, columns = min(WARP_LOAD, next_power_of_2(HW)), 1, C
         warps = min(_STATISTICS_WARPS, next_power_of_2(C))
     step_rows = lanes if channels_last else block
-    wanted = ceil_div(N * columns * HW, num_sms * warps_per_sm)  # rows for each warp
+    wanted = ceil_div(N * columns * HW, num_sms * warps_per_sm)  # number of positions for each warp
     steps = max(steps_min, min(steps_max, power_of_2_below(wanted // step_rows)))
     steps = min(steps, next_power_of_2(ceil_div(HW, step_rows)))
     tile_rows = step_rows * steps
-    # ``most``: maximum number of tiles of a chunk. In channels-last each warp of a program has its own chunk,
-    # so there should be at least as many chunks as warps.
+    # ``most`` is the maximum number of tiles of a chunk. If x is channels-last, each warp of a program
+    # reduces another chunk, so there should be at least as many chunks as a program has warps.
     most = ceil_div(ceil_div(HW, tile_rows), warps if channels_last else 1)
     chunks = ceil_div(HW, _whole_chunks(HW, tile_rows, min(max(1, wanted // tile_rows), most)))
     if channels_last:
         chunks = max(chunks, ceil_div(HW, max(1, MAX_OFFSET // C)))
-    # A chunk has ceil(HW / chunks) rows: readers of the statistics know only the number of chunks, and
-    # compute the rows of a chunk from it.
+    # A chunk has ceil(HW / chunks) rows. Kernels that read the statistics know only the number of chunks, and
+    # compute the number of rows of a chunk by this formula.
     return StatisticsConfig(lanes, warps, steps, block, tile_rows, ceil_div(HW, chunks), chunks)
 
 

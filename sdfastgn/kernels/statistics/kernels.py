@@ -4,8 +4,9 @@ The positions of x (N, C, HW) are divided into P chunks of ``ceil(HW / P)``. The
 the sum of squared deviations (M2) of each sample, chunk and channel: fp32 (2, N, P, C). ``merge_kernel`` in
 ``group_norm/kernels.py`` combines these to the statistics of groups.
 
-The kernel reads a tensor, or adds two tensors, or concatenates two along the channels. It stores the sum, or
-an activation of it, or the concatenation. It computes the statistics of the rounded values that it stores.
+The kernel reads a tensor, or adds two tensors, or concatenates two tensors along the channels. It stores the
+sum, or the concatenation, with or without an activation. It computes the statistics of the rounded values
+that it stores.
 
 Pointers:
 
@@ -15,11 +16,11 @@ Pointers:
 - ``factors``: (2, N) fp32, two factors for each sample, or None. With factors the sum is
   ``factors[0] * residual + factors[1] * (x + bias)``;
 - ``tail``: the second tensor of a concatenation, (N, HW, C - HEAD) in the dtype of x, or None;
-- ``y``: what the kernel stores, in the layout and dtype of x, or None;
+- ``y``: the sum or the concatenation that the kernel stores, in the layout and dtype of x, or None;
 - ``statistics``: (2, N, P, C) fp32, or None if they are not wanted.
 
-Numerics: fp32. The kernel squares differences from the mean of the chunk's first tile, never the values
-themselves. Sums have a fixed order and no atomics.
+Numerics: all arithmetic is fp32. The kernel squares differences from the mean of the chunk's first tile,
+never the values themselves. Sums have a fixed order and no atomics.
 
 Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
 variances", 1979.
@@ -53,19 +54,19 @@ from sdfastgn.kernels.statistics.config import StatisticsConfig, statistics_conf
 
 @triton.jit
 def _load(pointers, mask):
-    """Load a tile, with 0 where it is masked. If ``mask`` is None, nothing is masked."""
+    """Loads a tile, with 0 for masked elements. If ``mask`` is None, nothing is masked."""
     return tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
 def _masked(x, mask):
-    """Returns ``x`` with 0 where it is masked. If ``mask`` is None, nothing is masked."""
+    """Returns ``x`` with 0 for masked elements. If ``mask`` is None, nothing is masked."""
     return x if mask is None else tl.where(mask, x, 0.0)
 
 
 @triton.jit
 def _bias(bias_ptr, at, mask):
-    """Loads the bias of a tile's channels, in fp32: 0 where it is masked, or if there is none."""
+    """Loads the bias of a tile's channels in fp32. Returns 0 for masked channels, or if there is no bias."""
     bias = 0.0
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -74,7 +75,10 @@ def _bias(bias_ptr, at, mask):
 
 @triton.jit
 def _factors(factors_ptr, n, N, scale):
-    """Returns the factors of the residual and of x + bias in sample ``n``; (1, scale) without ``factors``."""
+    """Returns the factor of the residual and the factor of x + bias in sample ``n``.
+
+    Without ``factors`` these are 1 and ``scale``.
+    """
     kept = 1.0
     if factors_ptr is not None:
         kept = tl.load(factors_ptr + n)
@@ -89,9 +93,9 @@ def _tile(
 ):  # fmt: skip
     """Computes a tile of x, of activation((x + residual + bias) * scale), or of cat(x, tail), in fp32.
 
-    With ``factors`` it computes residual * kept + (x + bias) * scale, where ``kept`` and ``scale`` are the
-    two factors of this sample. If ``y_ptr`` is not None, the tile is stored in y, and its rounded values are
-    returned.
+    If there are ``factors``, the sum is residual * kept + (x + bias) * scale, where ``kept`` and ``scale``
+    are the two factors of this sample. If ``y_ptr`` is not None, the tile is stored in y, and the rounded
+    values are returned.
     """
     if tail_ptr is not None:
         x = tl.load(x_ptr + x_offsets, mask=mask & (c < HEAD), other=0.0).to(tl.float32)
@@ -105,7 +109,7 @@ def _tile(
         x += _load(residual_ptr + x_offsets, mask).to(tl.float32)
     if (factors_ptr is None) and ((residual_ptr is not None) or (bias_ptr is not None)):
         x = _masked((x + bias) * scale, mask)  # masked again, because the bias is not 0 where x is masked
-    x = activate(x, ACTIVATION, False)  # 0 stays 0, so masked elements need no further mask
+    x = activate(x, ACTIVATION, False)  # every activation of 0 is 0, so masked elements stay 0
     if y_ptr is not None:
         y = x.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + y_offsets, y, mask=mask)
@@ -121,8 +125,9 @@ def rows_of_channels(
     """Computes which elements of channels-last x are in the first tile of each warp of this program.
 
     Returns (n, chunk, c, position, first), tensors that broadcast to (lanes, warps, steps, block): the
-    sample, the chunk, the channel, the position within the chunk, and the first row of the chunk. The rows of
-    all samples are numbered consecutively. n and first are int64, the others int32.
+    sample, the chunk, the channel, the position within the chunk, and the first position of the chunk. For
+    the last number, the positions of all samples are numbered consecutively. n and first are int64, the
+    others int32.
     """
     columns = tl.cdiv(C, BLOCK)
     programs = tl.cdiv(chunks, WARPS)
@@ -140,7 +145,9 @@ def positions_of_channels(
 ):  # fmt: skip
     """Computes which elements of channels-first x are in the first tile of each warp of this program.
 
-    Returns the same as ``rows_of_channels``, but ``first`` is the offset of the chunk's first element.
+    Returns (n, chunk, c, position, first), tensors that broadcast to (lanes, warps, steps, block): the
+    sample, the chunk, the channel, the position within the chunk, and the offset of the chunk's first element
+    of this channel. n and first are int64, the others int32.
     """
     columns = tl.cdiv(C, WARPS)
     n = (tl.program_id(0) // columns // chunks).to(tl.int64)
@@ -152,7 +159,7 @@ def positions_of_channels(
 
 @triton.jit
 def _offsets(position, c, C, HEAD, CHANNELS_LAST: tl.constexpr):
-    """Offsets of elements from the start of their chunk, int32: (in x, in the tail, in y)."""
+    """Returns the int32 offsets of elements from the start of their chunk: in x, in the tail, and in y."""
     if CHANNELS_LAST:
         x, tail, y = position * HEAD + c, position * (C - HEAD) + (c - HEAD), position * C + c
     else:
@@ -162,14 +169,14 @@ def _offsets(position, c, C, HEAD, CHANNELS_LAST: tl.constexpr):
 
 @triton.jit
 def tile_mean(total, count, TILE: tl.constexpr, WHOLE: tl.constexpr):
-    """The mean of each channel in a chunk's first tile, given the sum ``total`` of its values.
+    """Returns the mean of each channel in a chunk's first tile. ``total``: the sum of the channel's values.
 
-    The tile has ``TILE`` positions, or all ``count`` of the chunk if these are fewer. If all values are equal
-    and have 16 bits, the mean must be exactly that value. Their sum is exact in fp32. The quotient is exact
-    too:
+    The tile has ``TILE`` positions, or ``count``, the number of positions of the chunk, if that is smaller.
+    If all values are equal and have 16 bits, the mean must be exactly that value. Their sum is exact in fp32.
+    The quotient is exact too:
 
-    - ``WHOLE``: the tile is full. Its size is a power of 2, so the division is exact;
-    - not ``WHOLE``: a division in Triton is wrong by up to two units in the last place, so the quotient is
+    - if ``WHOLE``, the tile is full. The number of its positions is a power of 2, so the division is exact;
+    - otherwise, a division in Triton is wrong by up to two units in the last place, so the quotient is
       corrected by the remainder. In full tiles the correction would cost registers, and large tensors would
       take 5 % longer.
     """
@@ -185,17 +192,17 @@ def tile_mean(total, count, TILE: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _deviations(x, mean, mask):
-    """Returns the sums of x - mean and of (x - mean)^2 along ``STEP_AXIS``, the reduced axis of a tile."""
+    """Returns the sums of x - mean and of (x - mean)^2 over the steps of a tile (``STEP_AXIS``)."""
     d = _masked(x - mean, mask)
     return tl.sum(d, STEP_AXIS, keep_dims=True), tl.sum(d * d, STEP_AXIS, keep_dims=True)
 
 
 @triton.jit
 def _corrected(mean, m2, s1, count):
-    """Corrects an approximate ``mean`` of ``count`` values, and the M2 that was taken about it.
+    """Corrects an approximate ``mean`` of ``count`` values, and their sum of squared deviations ``m2``.
 
     ``s1`` is the sum of the values' differences from ``mean``, ``m2`` the sum of the squared differences.
-    Returns (mean, M2): M2 is then the sum of squared deviations from the corrected mean.
+    Returns the corrected mean, and the sum of squared deviations from the corrected mean.
     """
     total = tl.maximum(count, 1).to(tl.float32)
     delta = s1 / total
@@ -211,33 +218,34 @@ def _statistics_kernel(
     PDL: tl.constexpr,
     LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes y and its statistics. Each warp of a program processes one chunk.
+    """Computes y and the statistics of y. Each warp of a program processes one chunk of positions.
 
-    Channels-last: a program has a block of ``BLOCK`` channels, and its warps have neighboring chunks.
-    Channels-first: a program has one chunk, and each of its warps has a different channel.
+    If x is channels-last, a program has a block of ``BLOCK`` channels, and its warps have neighboring chunks.
+    If x is channels-first, a program has one chunk, and each of its warps has a different channel.
 
     Numbers:
         N: number of samples.
         C, HEAD: channels of y and of x. They differ only in a concatenation.
-        biased: 1 if ``bias`` is a bias, 0 if the pointer is a placeholder that is not read.
+        biased: 1 if ``bias_ptr`` points to a bias, 0 if it is a placeholder that is not read.
         HW, rows, chunks: positions of a sample, positions of a chunk, chunks of a sample.
         plane: elements of each half of ``statistics``.
-        scale: factor of a sum, unless ``factors`` are given.
+        scale: factor by which a sum is multiplied, unless ``factors`` are given.
 
     Constants:
-        EXACT: True for fp32 x. Mean and M2 are then corrected for the rounding of the first mean
-            (``_corrected``), even if a chunk has only one tile.
+        EXACT: True for fp32 x. Mean and sum of squared deviations are then corrected for the rounding of the
+            mean of the first tile (``_corrected``), even if a chunk has only one tile.
         EVEN: True if no element of a tile is masked.
         LOOP: True if a chunk has more than one tile.
-        C_FACTOR, HW_FACTOR: divisors of C and HEAD, and of HW and rows, for ``multiple_of``.
-        SAMPLE_BIAS: True if ``bias`` is (N, C). It is a constant because another offset for each sample makes
-            registers spill on Blackwell.
-        ACTIVATION: the name of the activation of a sum.
+        C_FACTOR: a divisor of C and HEAD. HW_FACTOR: a divisor of HW and rows. They tell the compiler how
+            loads are aligned.
+        SAMPLE_BIAS: True if ``bias`` is (N, C). This is a constant, because an offset that depends on the
+            sample makes registers spill on Blackwell GPUs. A bias (C,) does not need that offset.
+        ACTIVATION: name of the activation that is applied to a sum.
     """
     TILE: tl.constexpr = (LANES if CHANNELS_LAST else BLOCK) * STEPS
     REDUCED: tl.constexpr = LANE_AXIS if CHANNELS_LAST else 3
     C = multiple_of(C, C_FACTOR)
-    # Without a tail, HEAD equals C. This tells the compiler that x and y have the same offsets.
+    # Without a second tensor, HEAD equals C. So the compiler knows that x and y have the same offsets.
     HEAD = C if tail_ptr is None else multiple_of(HEAD, C_FACTOR)
     x_step = HEAD if CHANNELS_LAST else 1
     y_step = C if CHANNELS_LAST else 1
@@ -257,7 +265,7 @@ def _statistics_kernel(
         y_ptr += first * y_step
     count = tl.maximum(tl.minimum(rows, HW - chunk.to(tl.int64) * rows), 0).to(tl.int32)
     if PDL:
-        # This kernel first waits for x. So the next kernel finds x complete, and may read it at once.
+        # The next kernel may start only when x is complete. So the next kernel may read x at once.
         gdc_wait()
         gdc_launch_dependents()
     bias = _bias(bias_ptr, n * C + c if SAMPLE_BIAS else c, c < C * biased)
@@ -301,17 +309,17 @@ class StatisticsLaunch:
 
     Args:
         x: dense (N, C, *spatial) tensor, or the first tensor of a concatenation.
-        channels_last: the layout of x. Must be True if there is a ``tail``.
+        channels_last: True if x is channels-last. It must be True if there is a ``tail``.
         tail: channels of the second tensor of a concatenation, or 0.
-        producer: True if the kernel also writes ``y``.
-        scale: factor of a sum.
-        bias_dim: rank of the bias that calls pass: 1 for (C,), 2 for (N, C), 0 for none.
-        activation: name of the activation of a sum.
-        config: how x is divided into chunks. By default ``statistics_config`` chooses it.
+        producer: True if the kernel also writes a sum or a concatenation, ``y``.
+        scale: factor by which a sum is multiplied.
+        bias_dim: rank of the bias that calls pass: 1 for (C,), 2 for (N, C), 0 for no bias.
+        activation: name of the activation that is applied to a sum.
+        config: how x is divided into chunks. By default ``statistics_config`` chooses this.
 
     Attributes:
-        shape, strides: of the statistics, which are (2, N, P, C) and contiguous.
-        chunks: P, the number of chunks.
+        shape, strides: shape and strides of the statistics, which are (2, N, P, C) and contiguous.
+        chunks: P, the number of chunks of positions of a sample.
     """
 
     __slots__ = ("_launch", "chunks", "shape", "strides")
@@ -349,7 +357,7 @@ class StatisticsLaunch:
         )  # fmt: skip
 
     def on_stream(self, stream: int, x: Tensor, statistics: Tensor) -> None:
-        """Compute the statistics of ``x`` into ``statistics``, on ``stream``.
+        """Computes the statistics of ``x`` on ``stream``, and stores them in ``statistics``.
 
         The device of x and of the stream must be the current device.
         """
@@ -366,12 +374,14 @@ class StatisticsLaunch:
         tail: Tensor | None = None,
         y: Tensor | None = None,
     ) -> None:
-        """Fill ``y`` and ``statistics``, unless they are None, on the current stream of the device of x.
+        """Fills ``y`` and ``statistics``, unless they are None, on the current stream of the device of x.
 
-        The module's docstring explains the operands. All must be without gaps in memory.
+        y is the sum of x, residual and bias, or the concatenation of x and tail. The module's docstring
+        explains the operands. They must have no gaps in memory.
         """
         if residual is not None and bias is None:
-            # x is a placeholder that is not read (``biased`` is 0). So sums with and without a bias share one
+            # If a sum has no bias, the kernel gets x as a placeholder for the bias. It does not read the
+            # placeholder, because its argument ``biased`` is 0. So sums with and without a bias share one
             # compiled kernel.
             bias = x
         self._launch.run(x, residual, bias, factors, tail, y, statistics)

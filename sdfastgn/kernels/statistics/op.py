@@ -4,8 +4,8 @@ One op reads x. Two ops also compute x itself, as a sum or a concatenation. Thei
 statistics in one pass.
 
 The *producer* of x is the kernel that writes x. It has the values of x in registers, and computes the
-statistics from them. ``sdfastgn.group_norm(x, ..., statistics=statistics)`` then reads x once instead of
-twice.
+statistics from these registers. ``sdfastgn.group_norm(x, ..., statistics=statistics)`` then reads x once
+instead of twice.
 
 Statistics of x (N, C, *spatial) are fp32 (2, N, P, C): the mean and the sum of squared deviations (M2) of
 each channel over P chunks of ``ceil(HW / P)`` positions, where HW is the product of the spatial sizes. The
@@ -14,8 +14,8 @@ last chunks may be shorter or empty. The same statistics serve norms with differ
 The ops are ``sdfastgn::channel_statistics``, ``sdfastgn::add_with_statistics`` and
 ``sdfastgn::cat_with_statistics``.
 
-Source: Jung et al., "Restructuring batch normalization to accelerate CNN training", 2019, for statistics
-from the producer. The formulas are in ``statistics/kernels.py``.
+Source: Jung et al., "Restructuring batch normalization to accelerate CNN training", 2019, for the idea that
+the producer of x computes the statistics. The formulas are in ``statistics/kernels.py``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from sdfastgn.kernels.statistics.plain import reference_channel_statistics
 
 
 def _chunks(x: Tensor, *, producer: bool = False) -> int:
-    """P, the number of chunks of the statistics of ``x``.
+    """Returns P, the number of chunks of positions for which statistics of ``x`` are computed.
 
     ``producer``: True if the kernel that writes x computes the statistics, False if another kernel reads x to
     compute them.
@@ -68,13 +68,14 @@ def _statistics_of(x: Tensor) -> Tensor:
 
 
 def _reference_statistics(x: Tensor, chunks: int) -> Tensor:
-    """Statistics of ``x`` in plain PyTorch, fp32 for every dtype. They are zeros if x is empty."""
+    """Computes the statistics of ``x`` in plain PyTorch, in fp32 for every dtype. Zeros if x is empty."""
     if x.numel() == 0:
         return torch.zeros((2, x.shape[0], chunks, x.shape[1]), dtype=torch.float32, device=x.device)
     return reference_channel_statistics(x, chunks).float()
 
 
-# Key of a call (operation, shapes, strides, dtypes, device) -> its ``StatisticsLaunch``.
+# Launches of earlier calls. The key has a call's operation, shapes, strides, dtypes and device, the value is
+# its ``StatisticsLaunch``.
 _launches: PlanCache[Any] = PlanCache()
 
 
@@ -111,13 +112,14 @@ def add_kernel(
     """Computes ``add_with_statistics`` by the kernel. The arguments must be valid and not empty.
 
     Args:
-        residual: may be None, unlike in ``add_with_statistics``: only a bias is then added.
-        bias: (C,) or None, or (N, C) for a bias of each sample.
-        emits: True to compute the statistics. If False, None is returned in their place.
+        residual: may be None, unlike in ``add_with_statistics``. Then only a bias is added.
+        bias: (C,), (N, C) for a separate bias of each sample, or None.
+        emits: True to compute the statistics. If False, None is returned in place of the statistics.
         out: memory for the sum, instead of new memory: a dense tensor with the strides of x, or x itself.
-        factors: contiguous fp32 (2, N) or None. With them the sum is
+        factors: contiguous fp32 (2, N) or None. With factors the sum is
             ``factors[0] * residual + factors[1] * (x + bias)``, and ``scale`` has no effect.
-        activation: its name. It is applied to the sum before this is rounded. Statistics describe the result.
+        activation: name of an activation that is applied to the sum before rounding. The statistics are those
+            of the activation's result.
     """
     strides = (
         factors is None,
@@ -150,7 +152,7 @@ def add_kernel(
 def cat_kernel(a: Tensor, b: Tensor, *, emits: bool = True) -> tuple[Tensor, Any]:
     """Computes ``cat_with_statistics`` by the kernel. The arguments must be valid, channels-last, not empty.
 
-    ``emits`` as in ``add_kernel``.
+    ``emits``: True to compute the statistics. If False, None is returned in place of the statistics.
     """
     key = ("cat", a.shape, b.shape, a.dtype, a.device, emits)
     launch = _launches.get(key)
@@ -167,13 +169,13 @@ def cat_kernel(a: Tensor, b: Tensor, *, emits: bool = True) -> tuple[Tensor, Any
 
 
 class _Read(NamedTuple):
-    """The arguments of ``sdfastgn::channel_statistics``."""
+    """The arguments of the op ``sdfastgn::channel_statistics``."""
 
     x: Tensor
 
 
 class _Add(NamedTuple):
-    """The arguments of ``sdfastgn::add_with_statistics``."""
+    """The arguments of the op ``sdfastgn::add_with_statistics``."""
 
     x: Tensor
     residual: Tensor
@@ -182,7 +184,7 @@ class _Add(NamedTuple):
 
 
 class _Cat(NamedTuple):
-    """The arguments of ``sdfastgn::cat_with_statistics``."""
+    """The arguments of the op ``sdfastgn::cat_with_statistics``."""
 
     a: Tensor
     b: Tensor
@@ -223,19 +225,25 @@ def _plain_cat(call: _Cat) -> tuple[Tensor, Tensor]:
 
 
 def _cat_statistics(call: _Cat, y: Tensor) -> Tensor:
-    """Statistics of the concatenation ``y``. They have the shape that ``_fake_cat`` gives to compilers."""
+    """Computes the statistics of the concatenation ``y``.
+
+    The number of chunks is the one that ``_fake_cat``, the op's fake implementation, promises.
+    """
     if _in_one_pass(call):
         return _reference_statistics(y, _chunks(y, producer=True))
     return _statistics_of(y)
 
 
 def _in_one_pass(call: _Cat) -> bool:
-    """True if the kernel can concatenate the tensors: both are channels-last and not empty."""
+    """True if one kernel can concatenate the tensors and compute the statistics of the result.
+
+    Both tensors must be channels-last and not empty.
+    """
     return all(t.numel() > 0 and is_channels_last(t) for t in call)
 
 
 def _empty_cat(a: Tensor, b: Tensor) -> Tensor:
-    """Uninitialized memory for cat((a, b), 1), in the layout of ``a``."""
+    """Returns uninitialized memory for ``torch.cat((a, b), 1)``, in the layout of ``a``."""
     return empty_laid_out(a, (a.shape[0], a.shape[1] + b.shape[1], *a.shape[2:]), is_channels_last(a))
 
 
@@ -306,7 +314,7 @@ _CAT_WITH_STATISTICS = Op(
 
 
 def channel_statistics(x: Tensor) -> Tensor:
-    """Statistics of ``x`` for ``sdfastgn.group_norm(x, ..., statistics=...)``.
+    """Computes the statistics of ``x`` for ``sdfastgn.group_norm(x, ..., statistics=...)``.
 
     Args:
         x: (N, C, *spatial), at least rank 3.
@@ -343,7 +351,7 @@ def add_with_statistics(
 
     Args:
         x: (N, C, *spatial), at least rank 3, fp16, bf16, fp32 or fp64.
-        residual: the shape, dtype and device of x.
+        residual: a tensor with the shape, dtype and device of x.
         bias: (C,), fp16, bf16, fp32 or fp64, or None. Usually the bias of the convolution that computed x.
         scale: factor of the sum. In diffusers it is 1 / output_scale_factor.
 
@@ -386,7 +394,7 @@ def cat_with_statistics(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         a: (N, Ca, *spatial), at least rank 3, fp16, bf16, fp32 or fp64.
-        b: (N, Cb, *spatial), the dtype and device of a.
+        b: (N, Cb, *spatial), in the dtype and on the device of a.
 
     Returns:
         (concatenation, statistics). The concatenation is (N, Ca + Cb, *spatial), channels-last if a is, else
@@ -414,9 +422,9 @@ def cat_with_statistics(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _refuse_transforms(name: str) -> None:
-    """Raise NotImplementedError in torch.func transforms and forward-mode AD.
+    """Raises NotImplementedError in torch.func transforms and forward-mode AD.
 
-    PyTorch would silently drop the tangents of forward-mode AD.
+    Otherwise PyTorch would silently drop the tangents of forward-mode AD.
     """
     if not torch.compiler.is_compiling() and dispatch.is_transformed():
         raise NotImplementedError(f"{name}: torch.func transforms and forward-mode AD are not supported")

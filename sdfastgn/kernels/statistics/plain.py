@@ -1,4 +1,4 @@
-"""Channel statistics in plain PyTorch."""
+"""Mean and sum of squared deviations of each channel and chunk of positions, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sdfastgn.kernels.common.sizes import ceil_div
 
 
 def reference_channel_statistics(x: Tensor, chunks: int) -> Tensor:
-    """Statistics of ``x`` (N, C, *spatial) over ``chunks`` chunks of positions.
+    """Computes the statistics of ``x`` (N, C, *spatial) over ``chunks`` chunks of positions.
 
-    It runs where no kernel can run, and tests compare with its results. Returns (2, N, chunks, C), the mean
-    and the sum of squared deviations (M2), in fp32, or in fp64 for fp64 input.
+    Returns (2, N, chunks, C), the mean and the sum of squared deviations (M2), in fp32, or in fp64 for fp64
+    input. This function runs where no kernel can run. Tests compare the kernel's results with its results.
     """
     N, C = x.shape[:2]
     dtype = torch.promote_types(x.dtype, torch.float32)

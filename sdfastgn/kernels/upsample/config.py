@@ -14,16 +14,16 @@ from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 _TILE_MAX = 2048
 # Minimum number of elements of a tile of an image in an elementwise kernel.
 _TILE_MIN = 512
-# Number of elements of a tile of an image for each warp: in fp16, two 16-byte loads of each lane.
+# Number of elements of a tile of an image for each warp. In fp16 these are two 16-byte loads of each lane.
 _PER_WARP = 512
-# Number of elements of a tile of convolution weights: in fp16, one 16-byte load of each lane of one warp. It
-# is small, because a program reads nine tiles (3 x 3 weights) and writes sixteen (2 x 2 weights of four
-# phases).
+# Number of elements of a tile of convolution weights. In fp16 these are one 16-byte load of each lane of one
+# warp. The tile is small, because a program reads nine tiles (3 x 3 weights) and writes sixteen tiles (2 x 2
+# weights of four convolutions).
 _WEIGHTS_TILE = 256
 # Tiles of images are made smaller until there are this many programs for each multiprocessor.
 _PROGRAMS_PER_SM = 4
-# Number of bytes of an element -> multiplications and additions per second of a convolution on an H200. fp32
-# is computed as TF32.
+# Multiplications and additions per second of a convolution on an H200, for elements of 2 bytes and of 4
+# bytes. fp32 is computed as TF32.
 _FLOPS = {2: 600e12, 4: 300e12}
 # Speed of an H200's memory, in bytes per second.
 _BYTES = 3.5e12
@@ -33,7 +33,7 @@ _LAUNCH = 1.5e-6
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Sizes of tiles: a program processes a tile of ``block_rows`` rows and ``block_c`` channels.
+    """The sizes of tiles. A program processes a tile of ``block_rows`` rows and ``block_c`` channels.
 
     For images, each pixel is a row; the pixels of all samples are numbered consecutively. For weights, each
     output channel is a row. ``even``: True if no element of any tile is masked.
@@ -55,13 +55,13 @@ def tile_config(pixels: int, C: int, num_sms: int) -> TileConfig:
 
 
 def weights_config(C_out: int, C_in: int) -> TileConfig:
-    """The configuration of the kernel for the 2 x 2 weights of the phases (``upsample/conv.py``)."""
+    """The configuration of the kernel that computes 2 x 2 weights from 3 x 3 weights (``conv.py``)."""
     return _tiles(C_out, C_in, _WEIGHTS_TILE, 1)
 
 
 def _tiles(rows: int, C: int, tile: int, num_warps: int) -> TileConfig:
     """The configuration for a (rows, C) tensor with tiles of about ``tile`` elements."""
-    # With at least 64 channels, a tile of 16-bit values reads whole lines of memory, which have 128 bytes.
+    # With at least 64 channels, a tile of 16-bit values reads whole cache lines of 128 bytes.
     block_c = 128 if C % 128 == 0 else 64 if C > 32 else next_power_of_2(C)
     block_rows = min(next_power_of_2(rows), tile // block_c)
     programs = ceil_div(rows, block_rows) * ceil_div(C, block_c)
@@ -74,9 +74,9 @@ def phases_pay(N: int, C_in: int, C_out: int, H: int, W: int, itemsize: int) -> 
 
     The alternative is one 3 x 3 convolution of the upsampled x. The four convolutions together need only 4/9
     of the alternative's multiplications, and no upsampled image is written and read. But each call must
-    compute the weights of the four convolutions, and each of the four computes one more row and column of
-    pixels. A last pass interleaves the four results. This pass takes no extra time, because it replaces the
-    pass that adds the bias.
+    compute the weights of the four convolutions, and each convolution computes one more row and one more
+    column of pixels. A last pass interleaves the four results. This pass takes no extra time, because it
+    replaces the pass that adds the bias.
 
     ``itemsize``: bytes of an element, 2 or 4.
     """

@@ -9,8 +9,8 @@ same row of x. With i = 2h + a, and w0, w1, w2 the rows of the weight, row i of 
     for a = 1:  (w0 + w1) x[h] + w2 x[h + 1]
 
 The same holds for columns j = 2w + b. So the pixels of y belong to four *phases* (a, b), and each phase is a
-2 x 2 convolution of x. This takes 4/9 of the multiplications, and no memory for an upsampled image. There are
-three steps:
+2 x 2 convolution of x. The four convolutions need 4/9 of the multiplications, and no memory for an upsampled
+image. There are three steps:
 
 1. A kernel computes the 2 x 2 weights of the phases. It runs at each call, because the weight may have
    changed.
@@ -21,8 +21,9 @@ three steps:
 These steps run for channels-last images on a GPU, in calls without gradients, if they are faster
 (``phases_pay``). Otherwise the image is upsampled and convolved.
 
-Numerics: the weights of the phases are summed in fp32 and rounded once to the weight's dtype. A convolution
-of the upsampled image has no such rounding. t is rounded to the dtype of x. The bias is added in fp32.
+Numerics: the weights of the phases are summed in fp32 and rounded once to the weight's dtype. If the
+upsampled image is convolved instead, weights are not rounded. t is rounded to the dtype of x. The bias is
+added in fp32.
 
 Source: Shi et al., "Is the deconvolution layer the same as a convolutional layer?", 2016, for
 resizing as convolutions of phases.
@@ -50,10 +51,10 @@ from sdfastgn.kernels.upsample.nearest import empty_image, upsample_nearest_2x
 
 
 def reference_upsample_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Computes ``upsample_conv2d`` in plain PyTorch: upsamples the image and convolves it.
+    """Computes ``upsample_conv2d`` by upsampling the image and then convolving it.
 
-    It runs if the convolution at low resolution is not faster or cannot run. Tests use it in fp64 as the
-    exact result.
+    This function runs if the convolution at low resolution is not faster or cannot run. Tests take its
+    results in fp64 as exact.
     """
     y = torch.ops.aten.conv2d.default(upsample_nearest_2x(x), weight, bias, padding=[1, 1])
     return laid_out(y, dense_is_channels_last(x))
@@ -77,8 +78,9 @@ def convolve_phases(
 ) -> tuple[Tensor, Any]:
     """Computes ``upsample_conv2d`` at low resolution, even if upsampling first would be faster.
 
-    Returns (y, statistics of y); the statistics are None unless ``with_statistics``. x must not be empty. x,
-    or the copy without gaps that ``dense`` makes of it, must be channels-last.
+    Returns y and the statistics of y, or y and None if ``with_statistics`` is False. x must not be empty. x
+    must be channels-last, or it must have gaps in memory and channels with stride 1. It is then copied to
+    channels-last.
     """
     from sdfastgn.kernels.upsample import conv_kernels  # needs Triton
 
@@ -86,7 +88,7 @@ def convolve_phases(
     phases = empty_laid_out(weight, (4 * C_out, C_in, 2, 2), channels_last=True)
     conv_kernels.launch_phase_weights(dense(weight), phases)
     t = torch.ops.aten.conv2d.default(dense(x), phases, padding=[1, 1])
-    if not is_channels_last(t):  # possible if x has one channel or one pixel, whose strides are ambiguous
+    if not is_channels_last(t):  # possible if x has one channel or one pixel, so that its layout is ambiguous
         t = t.contiguous(memory_format=torch.channels_last)
     y = empty_image(x, C_out, 2 * x.shape[2], 2 * x.shape[3])
     statistics = None
@@ -120,10 +122,10 @@ def upsample_conv2d(
 
     Args:
         x: (N, C_in, H, W).
-        weight: (C_out, C_in, 3, 3), the dtype and device of x.
-        bias: (C_out,), the dtype and device of x, or None.
-        with_statistics: True to return the result's statistics too, for
-            ``sdfastgn.group_norm(y, ..., statistics=...)``.
+        weight: (C_out, C_in, 3, 3), in the dtype and on the device of x.
+        bias: (C_out,), in the dtype and on the device of x, or None.
+        with_statistics: True to return also the mean and the sum of squared deviations of each channel of the
+            result, for ``sdfastgn.group_norm(y, ..., statistics=...)``.
 
     Returns:
         y = conv2d(interpolate(x, scale_factor=2, mode="nearest"), weight, bias, padding=[1, 1]). If
@@ -164,7 +166,7 @@ _NAME = f"{__name__}.upsample_conv2d"
 
 
 def _check(x: Any, weight: Any, bias: Any) -> None:
-    """Check all arguments of ``upsample_conv2d``. ``_check_dtypes`` checks later that their dtypes agree."""
+    """Checks all arguments of ``upsample_conv2d``. ``_check_dtypes`` checks later that their dtypes agree."""
     for label, t in (("x", x), ("weight", weight), ("bias", bias)):
         if t is not None or label != "bias":
             check_floating(_NAME, label, t)
@@ -182,7 +184,7 @@ def _check(x: Any, weight: Any, bias: Any) -> None:
 
 
 def _check_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Check that weight and bias have the dtype of x. Under autocast, all three have been cast before."""
+    """Checks that weight and bias have the dtype of x. Under autocast, all three have been cast before."""
     for label, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != x.dtype:
             raise TypeError(f"{_NAME}: {label} must have the dtype of x, {x.dtype}, got {t.dtype}")

@@ -1,5 +1,8 @@
 """The Triton kernels that run before and after the convolution of ``upsample/conv.py``, and their launches.
 
+A 3 x 3 convolution of an image that is upsampled by two is computed as four 2 x 2 convolutions of the
+original image. These are called phases. Phase (a, b) computes the pixels (2h + a, 2w + b) of the result.
+
 1. ``_phase_weights_kernel`` computes the weights of the four phases.
 2. cuDNN's convolution with these weights computes t, which has the results of all phases.
 3. ``_interleave_kernel`` computes y from t: pixel (i, j) of y is pixel ((i + 1) // 2, (j + 1) // 2) of phase
@@ -40,10 +43,11 @@ from sdfastgn.kernels.upsample.nearest_kernels import tile_of_pixels
 
 @triton.jit
 def _two_phases(w0, w1, w2):
-    """Computes along one axis the 2 weights of each of the 2 phases, from the 3 weights w0, w1, w2.
+    """Computes along one axis the weights with which two 2-tap convolutions replace one 3-tap convolution.
 
-    Pixel h of x becomes the pixels 2h (phase 0) and 2h + 1 (phase 1) of y. Returns 4 values: the weights of
-    phase 0 for the pixels h - 1 and h of x, then the weights of phase 1 for the pixels h and h + 1.
+    w0, w1 and w2 are the weights of a convolution of the upsampled x, in which pixel h of x has become the
+    pixels 2h and 2h + 1. Returns 4 values: the weights of the pixels h - 1 and h of x for the result's pixel
+    2h, then the weights of the pixels h and h + 1 of x for the result's pixel 2h + 1.
     """
     return w0, w1 + w2, w0 + w1, w2
 
@@ -52,9 +56,10 @@ def _two_phases(w0, w1, w2):
 def _store_phases(out, plane, w0, w1, w2, mask, B: tl.constexpr, S: tl.constexpr, C):
     """Stores column ``S`` of the 2 x 2 weights of the phases (0, ``B``) and (1, ``B``).
 
-    ``w0``, ``w1``, ``w2``: one value for each row of the 3 x 3 weights. It is the result of
-    ``_row_of_weights`` for phase ``B`` and column ``S``. ``plane``: elements between the starts of
-    neighboring phases in ``out``.
+    Phase (a, b) is the convolution that computes the rows 2h + a and the columns 2w + b of the result.
+    ``w0``, ``w1``, ``w2``: one value for each row of the 3 x 3 weights, which ``_row_of_weights`` has
+    computed for phase ``B`` and column ``S``. ``plane``: elements between the starts of neighboring phases in
+    ``out``.
     """
     first0, first1, second0, second1 = _two_phases(w0, w1, w2)
     tl.store(out + B * plane + S * C, first0.to(out.dtype.element_ty), mask=mask)
@@ -65,7 +70,7 @@ def _store_phases(out, plane, w0, w1, w2, mask, B: tl.constexpr, S: tl.constexpr
 
 @triton.jit
 def _row_of_weights(weight, mask, TAP):
-    """Loads one row of the 3 x 3 weights. Returns the 4 results of ``_two_phases`` for the three weights.
+    """Loads one row of the 3 x 3 weights, and returns the four weights that ``_two_phases`` computes from it.
 
     ``TAP``: elements between neighboring weights of the row.
     """
@@ -82,11 +87,11 @@ def _phase_weights_kernel(
     CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, C_FACTOR: tl.constexpr, PDL: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Computes the weights of the phases. A program has ``BLOCK_O`` output and ``BLOCK_C`` input channels.
+    """Computes the weights of the four 2 x 2 convolutions (phases) from the 3 x 3 weights.
 
-    ``C``: number of input channels. ``C_FACTOR``: a divisor of C, so that the compiler can load vectors
-    (``multiple_of``). ``CHANNELS_LAST``: True if ``weight`` is channels-last. ``EVEN``: True if no element is
-    masked.
+    A program has ``BLOCK_O`` output channels and ``BLOCK_C`` input channels. ``C``: number of input channels.
+    ``C_FACTOR``: a divisor of C that the compiler knows, so that it can load vectors. ``CHANNELS_LAST``: True
+    if ``weight`` is channels-last. ``EVEN``: True if no element is masked.
     """
     C = multiple_of(C, C_FACTOR)
     TAP = C if CHANNELS_LAST else 1
@@ -111,7 +116,10 @@ def _phase_weights_kernel(
 
 @triton.jit
 def _phase_offset(n, i, j, H, W, C):
-    """Offset in t of the value for the first channel of pixel (i, j) of y, in sample n."""
+    """Returns the offset of an element in t, which has the results of the four 2 x 2 convolutions.
+
+    The element is the first channel of pixel (i, j) of the interleaved image y, in sample n.
+    """
     return ((n * (H + 1) + (i + 1) // 2) * (W + 1) + (j + 1) // 2) * (4 * C) + (i % 2 * 2 + j % 2) * C
 
 
@@ -122,7 +130,7 @@ def _interleave_kernel(
     C: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Computes y: interleaves the four phases in t, and adds the bias.
+    """Interleaves the results of the four 2 x 2 convolutions (phases) in t to the image y, and adds the bias.
 
     A program computes ``BLOCK_C`` channels of ``BLOCK_HW`` pixels of y.
 
@@ -132,8 +140,8 @@ def _interleave_kernel(
     mask = None
     if not EVEN:
         mask = (i < pixels - first) & (c < C)
-    # Indices of pixels may need int64. But int32 is enough for rows and columns that are counted from the row
-    # of the tile's first pixel.
+    # Indices of pixels in the batch may need int64. int32 is enough for a row's index within its image, and
+    # for columns that are counted from the start of the row of the tile's first pixel.
     first_row = first // (2 * W)
     column = (first % (2 * W)).to(tl.int32) + i
     row = (first_row % (2 * H)).to(tl.int32) + column // (2 * W)
@@ -150,7 +158,7 @@ def _interleave_kernel(
 
 @triton.jit
 def _tile_of_y(t_ptr, y_ptr, bias, n, pixel, y_offsets, c, mask, H, W, C):
-    """Computes a tile of y from the phases in t and the bias, and stores it.
+    """Computes a tile of y from t, the results of the four convolutions, and the bias, and stores the tile.
 
     ``pixel``: the index of each pixel of the tile within sample ``n``. Returns the stored values, which are
     rounded to the dtype of y, as fp32. Values outside of ``mask`` are 0.
@@ -176,9 +184,10 @@ def _interleave_statistics_kernel(
     EVEN: tl.constexpr, LOOP: tl.constexpr, C_FACTOR: tl.constexpr, PDL: tl.constexpr,
     LANES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes y from the phases in t and the bias, and also computes the statistics of y.
+    """Computes y from t, the results of the four convolutions, and the bias. Also computes statistics of y.
 
-    Each warp has one block of channels in one chunk of pixels.
+    The statistics are the mean and the sum of squared deviations (M2) of each channel in each chunk of
+    pixels. Each warp has one block of channels in one chunk.
 
     Numbers:
         HW: number of pixels of y in a sample.
@@ -187,7 +196,10 @@ def _interleave_statistics_kernel(
         chunks: number of chunks of a sample.
         plane: elements of each half of ``statistics``: the means, then the sums of squared deviations (M2).
 
-    Constants as in ``_statistics_kernel`` of ``statistics/kernels.py``.
+    Constants:
+        EVEN: True if no element of a tile is masked.
+        LOOP: True if a chunk has more than one tile.
+        C_FACTOR: a divisor of C. It tells the compiler how loads are aligned.
     """
     C = multiple_of(C, C_FACTOR)
     TILE: tl.constexpr = LANES * STEPS
@@ -231,12 +243,17 @@ def _interleave_statistics_kernel(
 
 # --- launchers ------------------------------------------------------------------------------------
 
-# Shape, dtype, device and options of a call -> its launch, for all kernels of this file.
+# Launches of earlier calls, for all kernels of this file. The key has a call's shape, dtype, device and
+# options.
 _launches: PlanCache[Launch] = PlanCache()
 
 
 def launch_phase_weights(weight: Tensor, phases: Tensor) -> None:
-    """Compute channels-last ``phases`` (4 C_out, C_in, 2, 2) from dense ``weight`` (C_out, C_in, 3, 3)."""
+    """Computes ``phases``, the 2 x 2 weights of the four convolutions, from the 3 x 3 weights ``weight``.
+
+    ``phases`` is (4 C_out, C_in, 2, 2), channels-last. ``weight`` is (C_out, C_in, 3, 3), without gaps in
+    memory.
+    """
     channels_last = is_channels_last(weight)
     key = (weight.shape, channels_last, weight.dtype, weight.device)
     found = _launches.get(key)
@@ -255,16 +272,17 @@ def launch_phase_weights(weight: Tensor, phases: Tensor) -> None:
 def statistics_chunks(y: Tensor) -> int:
     """The number of chunks P of the statistics (2, N, P, C_out) that ``launch_interleave`` computes.
 
-    ``y``: the (N, C_out, 2H, 2W) tensor whose statistics they are.
+    ``y``: the convolution's result, (N, C_out, 2H, 2W).
     """
     N, C, H, W = map(int, y.shape)
     return statistics_config(N, C, H * W, True, gpu.num_sms(y.device), kind="write").chunks
 
 
 def launch_interleave(t: Tensor, bias: Tensor | None, y: Tensor, statistics: Tensor | None = None) -> None:
-    """Compute ``y`` (N, C_out, 2H, 2W) from ``t`` (N, 4 C_out, H + 1, W + 1), both channels-last.
+    """Computes ``y`` from ``t``, the results of the four 2 x 2 convolutions.
 
-    ``statistics`` (2, N, P, C_out) is computed too, unless it is None.
+    y is (N, C_out, 2H, 2W), t is (N, 4 C_out, H + 1, W + 1), and both are channels-last. ``statistics``, fp32
+    (2, N, P, C_out), gets the statistics of y, unless it is None.
     """
     key = (y.shape, y.dtype, y.device, None if bias is None else bias.dtype, statistics is None)
     found = _launches.get(key)
@@ -278,7 +296,7 @@ def launch_interleave(t: Tensor, bias: Tensor | None, y: Tensor, statistics: Ten
 
 
 def _interleave(y: Tensor) -> Launch:
-    """Make the launch of ``_interleave_kernel``: one program for each tile of pixels and channels of y."""
+    """Makes the launch of ``_interleave_kernel``: one program for each tile of pixels and channels of y."""
     N, C, H, W = y.shape
     config = tile_config(N * H * W, C, gpu.num_sms(y.device))
     pdl = gpu.has_programmatic_launch(y.device)
@@ -290,9 +308,9 @@ def _interleave(y: Tensor) -> Launch:
 
 
 def _interleave_with_statistics(y: Tensor) -> Launch:
-    """Make the launch of ``_interleave_statistics_kernel``.
+    """Makes the launch of ``_interleave_statistics_kernel``.
 
-    It has one warp for each combination of a chunk of pixels and a block of channels of y.
+    The launch has one warp for each combination of a chunk of pixels and a block of channels of y.
     """
     N, C, H, W = y.shape
     config = statistics_config(N, C, H * W, True, gpu.num_sms(y.device), kind="write")

@@ -40,7 +40,8 @@ def reference_upsample_nearest_2x(x: Tensor) -> Tensor:
 def reference_upsample_nearest_2x_grad(dy: Tensor) -> Tensor:
     """Computes dx (N, C, H, W) from dy (N, C, 2H, 2W) in plain PyTorch.
 
-    Sums are fp32, or fp64 for fp64 input. It runs for calls that the kernel cannot run, and in tests.
+    dx is the gradient of x, dy the gradient of the upsampled image. Sums are fp32, or fp64 for fp64 input.
+    This function runs for calls that the kernel cannot run, and in tests.
     """
     N, C, H, W = dy.shape
     wide = torch.promote_types(dy.dtype, torch.float32)
@@ -48,10 +49,10 @@ def reference_upsample_nearest_2x_grad(dy: Tensor) -> Tensor:
 
 
 def empty_image(like: Tensor, C: int, H: int, W: int) -> Tensor:
-    """An uninitialized (N, C, H, W) tensor. N, dtype, device and layout come from ``like``.
+    """Returns an uninitialized (N, C, H, W) tensor. N, dtype, device and layout come from ``like``.
 
-    The layout is channels-last if ``like``, or the copy without gaps that ``dense`` makes of it, is
-    channels-last. Otherwise it is channels-first.
+    If ``like`` is channels-last or channels-first, the result has the same layout. If ``like`` has gaps in
+    memory, the result is channels-last if the channels of ``like`` have stride 1, else channels-first.
     """
     return empty_laid_out(like, (like.shape[0], C, H, W), dense_is_channels_last(like))
 
@@ -60,13 +61,13 @@ def empty_image(like: Tensor, C: int, H: int, W: int) -> Tensor:
 
 
 class _Upsample(NamedTuple):
-    """The arguments of ``sdfastgn::upsample_nearest_2x``."""
+    """The arguments of the op ``sdfastgn::upsample_nearest_2x``."""
 
     x: Tensor
 
 
 class _Grad(NamedTuple):
-    """The arguments of ``sdfastgn::upsample_nearest_2x_backward``."""
+    """The arguments of the op ``sdfastgn::upsample_nearest_2x_backward``."""
 
     dy: Tensor
 
@@ -74,19 +75,20 @@ class _Grad(NamedTuple):
 def _runs_kernel(x: Tensor) -> bool:
     """True if a kernel runs for ``x``.
 
-    Kernels must support ``x``. And ``x``, or the copy without gaps that ``dense`` makes of it, must be
-    channels-last.
+    Kernels must support the device and the dtype of ``x``. And ``x`` must be channels-last, or have gaps in
+    memory and channels with stride 1. A copy of x without gaps is then channels-last.
     """
     return dispatch.runs_in_triton(x) and x.numel() > 0 and dense_is_channels_last(x)
 
 
-# (backward, shape, dtype and device of the smaller tensor) -> launch.
+# Launches of earlier calls. The key has True for a backward, and shape, dtype and device of the tensor with
+# the smaller images.
 _launches: PlanCache[Any] = PlanCache()
 
 
 @dispatch.kernels_of("upsample_nearest_2x")
 def _by_kernel(x: Tensor, y: Tensor, *, backward: bool) -> Tensor:
-    """Launches the kernel that computes y from x, or dx from dy. Returns ``y``."""
+    """Launches the kernel of the forward or backward, which reads ``x`` and fills ``y``. Returns ``y``."""
     small = y if backward else x  # the tensor of low resolution
     key = (backward, small.shape, small.dtype, small.device)
     found = _launches.get(key)

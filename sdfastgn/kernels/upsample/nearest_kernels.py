@@ -1,9 +1,9 @@
 """The Triton kernels of nearest-neighbor upsampling by two, and their launch, for ``upsample/nearest.py``.
 
 Tensors are fp16, bf16 or fp32, and channels-last: x and dx (N, H, W, C), y and dy (N, 2H, 2W, C). A program
-processes a tile of pixels and channels of x. The forward reads each pixel once, and writes its four copies in
-y. The backward reads the four pixels of dy, and writes their sum to dx. Loads and stores go along the
-channels, so they are vectors if C is even.
+processes a tile of pixels and channels of x. The forward reads each pixel of x once, and writes its four
+copies in y. The backward reads four pixels of dy for each pixel of dx, and writes their sum to dx. Loads and
+stores go along the channels, so they are vectors if C is even.
 
 The pixels of all samples are numbered consecutively. So kernels need to know W but not H: pixel i of x is in
 row r = i // W, and the first of its four copies is pixel 2 * (i + r * W) of y.
@@ -28,8 +28,8 @@ from sdfastgn.kernels.upsample.config import tile_config
 def tile_of_pixels(C, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):
     """Computes the indices of this program's tile of a (pixels, C) tensor.
 
-    Returns the index of the tile's first pixel, int64; (BLOCK_HW, 1) indices of pixels, counted from the
-    first one, int32; and (1, BLOCK_C) indices of channels, int32.
+    Returns three results: the index of the tile's first pixel, int64; the indices of the tile's pixels,
+    counted from the first pixel, (BLOCK_HW, 1) int32; and the indices of the channels, (1, BLOCK_C) int32.
     """
     columns = tl.cdiv(C, BLOCK_C)
     first = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_HW
@@ -40,7 +40,7 @@ def tile_of_pixels(C, BLOCK_HW: tl.constexpr, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def first_of_four(first, i, W, C: tl.constexpr):
-    """Offset in y of the first of the four copies of pixel ``first + i`` of x.
+    """Returns the offset in y of the first of the four copies of pixel ``first + i`` of x.
 
     The other three copies begin C, 2 W C and (2 W + 1) C elements after the first.
     """
@@ -104,7 +104,7 @@ def _upsample_grad_kernel(
 
 
 def upsample_launch(small: Tensor, *, backward: bool) -> Launch:
-    """Make the launch of the forward or the backward.
+    """Makes the launch of the upsampling kernel or, if ``backward``, of the kernel of its backward.
 
     ``small``: the tensor with the smaller images, channels-last (N, C, H, W): x in the forward, dx in the
     backward.
