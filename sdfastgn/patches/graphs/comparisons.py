@@ -30,7 +30,7 @@ _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 _content_of = operator.attrgetter("cell_contents")
 _END = object()
 
-# Number of significant decimal digits in which floats are shown: more would exceed the precision of fp32.
+# Number of significant decimal digits of floats in messages: more would exceed the precision of fp32.
 _FLOAT_DIGITS = 6
 
 
@@ -80,8 +80,8 @@ class _Containers:
     def freeze(self) -> None:
         self._sizes = list(map(len, self._items))
         self._kept = list(chain.from_iterable(self._items))
-        # False if another thread changed a container while ``_sizes`` and ``_kept`` were made. Then nothing
-        # says which item was in which container, and ``difference`` cannot name what changed.
+        # False if another thread changed a container while this method read the containers. Then nothing says
+        # which item was in which container, and ``difference`` cannot name what changed.
         self._is_aligned = sum(self._sizes) == len(self._kept)
 
     def difference(self) -> str | None:
@@ -117,8 +117,8 @@ class Identities(_Containers):
         self._kept.append(_END)
 
     def same(self) -> bool:
-        # ``map`` stops at the end of the shorter side, and would miss items that were added or removed at
-        # the end. So both sides get _END as their last item.
+        # ``map`` stops at the end of the shorter list of items, and would miss items that were added or
+        # removed at the end. So both lists get the marker _END as their last item.
         now = chain(chain.from_iterable(self._items), (_END,))
         return all(map(operator.is_, now, self._kept))
 
@@ -177,8 +177,8 @@ class Attributes:
             # Classes of dicts are compared too: equal dicts of different classes may behave differently.
             self._types_of_dicts() == self._dict_types
             and list(map(len, self._dicts)) == self._lengths
-            # Each getter returns a tuple. A list of the tuples of all modules would start the garbage
-            # collector. ``map`` frees each tuple at once.
+            # Each getter returns a tuple with the attributes of one module. A list of the tuples of all
+            # modules would start the garbage collector. ``map`` frees each tuple at once.
             and all(map(operator.eq, map(_call, self._getters, self._dicts), self._values))
         )
 

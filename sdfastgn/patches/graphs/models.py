@@ -48,9 +48,9 @@ class Decoder(NamedTuple):
 
 
 # The decoders of Wan and Qwen-Image compute one frame of latents at a time. They keep the last frames of each
-# convolution's input in a list. The autoencoder's ``_decode`` makes this list and clears it, so calls of
-# ``_decode`` become graphs, and plans if they decode one frame. These attributes of the autoencoder hold such
-# a list for the decoder and one for the encoder, their lengths, and an index into each.
+# convolution's input in a list. The autoencoder's ``_decode`` makes this list and clears it. So it is not the
+# decoder's calls but the calls of ``_decode`` that become CUDA graphs. These attributes of the autoencoder
+# hold such a list for the decoder and one for the encoder, their lengths, and an index into each.
 _CACHES = frozenset(
     ("_conv_num", "_conv_idx", "_feat_map", "_enc_conv_num", "_enc_conv_idx", "_enc_feat_map")
 )
@@ -67,8 +67,8 @@ _DECODERS = {
     "diffusers.models.autoencoders.autoencoder_kl_wan.AutoencoderKLWan": Decoder(
         768 * 768, "_decode", _CACHES
     ),
-    # An image with more pixels runs eagerly. With tiling, the decoder is called for each tile, and these
-    # calls become graphs.
+    # An image with more than 512 x 1024 pixels runs eagerly. With tiling, the decoder is called for each
+    # tile, and these calls become graphs.
     "diffusers.models.autoencoders.autoencoder_kl_hunyuanimage.HunyuanImageDecoder2D": Decoder(
         512 * 1024, scale=32
     ),
@@ -137,13 +137,14 @@ _FACTORS: dict[str, dict[str, Number]] = {
 # Full name of a class -> its attributes that pipelines switch during an image. There is a graph for each
 # combination of their values in a model.
 _SWITCHES = {"diffusers.models.attention.GatedSelfAttentionDense": ("enabled",)}
-# Name of the module that every model with a class in ``_SWITCHES`` has.
+# Name of a submodule that a model has only if it may contain classes in ``_SWITCHES``.
 _WITH_SWITCHES = "position_net"
 # The Python module of diffusers with the decorator that gives a ``forward`` the argument for the scale of all
 # LoRAs (``lora_scale.py``), and the variable of the decorator that holds the argument's name.
 _SCALES = "diffusers.utils.peft_utils"
 _SCALES_BY = "kwargs_name"
-# Full name of a class -> the name of this argument, where older releases of diffusers have no decorator.
+# Full name of a class -> the name of the argument with the scale of all LoRAs. It is for older releases of
+# diffusers, which have no such decorator.
 _TAKES_SCALE = {
     "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel": "cross_attention_kwargs",
     "diffusers.models.transformers.sana_transformer.SanaTransformer2DModel": "attention_kwargs",
@@ -258,7 +259,10 @@ def reason_now(module: nn.Module) -> str | None:
 
 
 def reason_without_graphs(module: nn.Module) -> str | None:
-    """Why this thread must run the code of ``module`` itself now, graph or not; None if it need not."""
+    """Why this thread can run calls of ``module`` neither as CUDA graphs nor as plans now; None if it can.
+
+    A plan is the module's own code, traced once and rewritten to sdfastgn's kernels.
+    """
     if torch.is_grad_enabled():
         return "gradients are enabled"
     return _reason_with_or_without_gradients(module)

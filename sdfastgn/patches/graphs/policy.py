@@ -1,9 +1,9 @@
 """Decides whether a call is captured now or runs eagerly.
 
 Calls of a kind that could not be captured run eagerly until the model changes. All calls of a module run
-eagerly for a while (a *pause*) if the module changes too often, or if memory was short. If a model is
-offloaded as a whole, its first six calls of a kind run eagerly after each move to the GPU, except with
-``cuda_graphs=True``.
+eagerly for a while (a *pause*) if the module changes too often, or if memory was short. If accelerate
+offloads a model as a whole, its first six calls of a kind run eagerly after each move to the GPU, except with
+``cuda_graphs=True``. Calls are of one kind if one CUDA graph can serve them all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_PAUSE = 256
 
 
 def count_reason(counts: Counter[str], reason: str) -> None:
-    """Count a call that ran without a graph or plan for ``reason``."""
+    """Count a call that ran neither as a CUDA graph nor as a plan, because of ``reason``."""
     is_counted = reason in counts or len(counts) < MAX_REASONS
     counts[reason if is_counted else "other reasons"] += 1
 
@@ -85,7 +85,7 @@ class Policy:
             self._pause = (min(2**self._short_lives, _MAX_PAUSE), "the model changes too often")
 
     def pause_without_memory(self) -> None:
-        """Begin a pause, because memory is short. Does nothing within such a pause.
+        """Capture no calls for a while, because memory is short. Does nothing if such a pause has begun.
 
         The first pause has 256 calls, and each further one is twice as long. So a model whose graphs never
         fit is captured less and less often.
@@ -96,7 +96,10 @@ class Policy:
         self._short_memory += 1
 
     def check_pause(self) -> None:
-        """During a pause, count this call and raise Unsupported with the reason; else do nothing.
+        """During a pause, in which no call is captured, count this call and raise Unsupported.
+
+        The message is the reason of the pause. Outside of a pause this method does nothing.
+
 
         If two threads call this method at once, they may be counted as one call.
         """
@@ -166,10 +169,10 @@ class Policy:
             raise Unsupported(self._refused[key])
 
     def is_first_rehearsal(self, key: Any) -> bool:
-        """True if this method was not called with ``key`` before, as far as keys are remembered.
+        """True if this method was not called with ``key`` before. Only the last 64 keys are remembered.
 
-        Then the caller must compile the kernels of calls of the kind ``key`` (``GraphedForward._rehearse``).
-        A change of the model does not matter, because kernels stay compiled.
+        If it is True, the caller must compile the kernels of calls of the kind ``key``
+        (``GraphedForward._rehearse``). A change of the model does not matter, because kernels stay compiled.
         """
         if key in self._rehearsed:
             return False

@@ -1,4 +1,7 @@
-"""Keeps the graphs of one module by kind of call. If there are too many, drops the least recently used."""
+"""Keeps the CUDA graphs of one module, and drops the least recently used one if there are too many.
+
+Calls are of one *kind* if the same graph can serve them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ MAX_GRAPHS = 8
 
 
 class Store:
-    """Graphs by kind of call, all captured from the same state of one module.
+    """Keeps one CUDA graph for each kind of call, all captured from the same state of one module.
 
     The caller of a method must hold the lock of ``backend``.
 
@@ -23,7 +26,8 @@ class Store:
         backend: captures and replays the graphs; None before the module's first call.
         watch: records the state of the module from which the graphs were captured. None until the first
             capture is tried, and after ``clear``.
-        survey: the module's layers with merged weights of adapters, in the state that ``watch`` recorded.
+        survey: knows the module's layers with merged weights of adapters, as they were when ``watch`` was
+            made.
         captured, replays, dropped: counts since the module was optimized.
     """
 
@@ -45,7 +49,7 @@ class Store:
 
     @property
     def replays_of_state(self) -> int:
-        """Number of replays since ``begin`` was last called: since the state of the module last changed."""
+        """Number of replays since ``begin`` was last called, which is when the module had last changed."""
         return self.replays - self._replays_before
 
     def begin(self, watch: Watch, survey: AdapterSurvey) -> None:

@@ -4,7 +4,7 @@ What the forward saves for the backward is in memory of the graphs, and the next
 overwrites it. So after a replay, other calls that need the same graph run eagerly, until the backward of the
 replayed call has run or until its result is freed.
 
-The replay of the backward overwrites it too, because the backward writes its own results over saved tensors
+The replay of the backward overwrites the saved tensors too: the backward writes its own results over those
 that it has already read. So a backward that runs again (``retain_graph=True``) first replays the forward.
 """
 
@@ -35,9 +35,9 @@ _requires_grad_of = attrgetter("requires_grad")
 class Flags(AdapterSurvey):
     """Records which parameters of the model ``root`` require gradients, and notices when this changes.
 
-    Graphs with gradients are invalid after such a change, and if a module has backward hooks. An
-    ``AdapterSurvey`` keeps merged weights of adapters up to date. With gradients there are none, so this
-    class takes its place.
+    Graphs with gradients are invalid after such a change, and if a module has backward hooks. The base class
+    keeps merged weights of adapters up to date. With gradients no weights are merged, so objects of this
+    class replace objects of the base class.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -65,7 +65,7 @@ class Flags(AdapterSurvey):
 
 
 class _Turn:
-    """One call whose forward was replayed. ``is_done``: True once its backward has begun."""
+    """One call whose forward was replayed. ``is_done``: True once the backward of this call has begun."""
 
     __slots__ = ("__weakref__", "is_done")
 
@@ -88,8 +88,9 @@ class TrainingGraph:
     """
 
     gradients: ClassVar[Any] = torch.enable_grad
-    # False, because a call writes new values of factors (``factors.py``) before it finds out that the
-    # backward of the last replay has not run yet. That backward would then read the new values.
+    # False: numbers such as the scale of an IP-Adapter are constants here, and no inputs of the graph. A call
+    # writes new inputs before it finds out that the backward of the last replay has not run yet. That
+    # backward would then read the new values.
     has_factors: ClassVar[bool] = False
     left: list[int]
     kept: Any
@@ -288,7 +289,7 @@ def _checkpointed(module: nn.Module) -> Iterator[None]:
 
 
 def _is_reentrant(function: Any) -> bool:
-    """True if ``function`` uses PyTorch's reentrant checkpointing, False if it uses the other one."""
+    """True if ``function`` uses PyTorch's reentrant checkpointing, False if it uses the non-reentrant one."""
     if getattr(function, "__module__", None) == "diffusers.models.modeling_utils":
         return False
     if isinstance(function, partial) and function.func is checkpoint and not function.args:
@@ -302,9 +303,10 @@ def _is_reentrant(function: Any) -> bool:
 def _run_checkpointed(is_reentrant: bool, block: Callable[..., Any], *args: Any) -> Any:
     """Run ``block`` and save ``args`` only. The backward runs ``block`` again.
 
-    Reentrant checkpointing runs a whole backward in the backward, which ``torch.autograd.grad`` refuses. So
-    the other one replaces it. Both give the same gradients, but the reentrant one gives none at all if no
-    argument requires one.
+    Reentrant checkpointing runs a whole backward inside of the backward, which ``torch.autograd.grad``
+    refuses. So this function always uses non-reentrant checkpointing. Both give the same gradients, with one
+    exception: reentrant checkpointing gives none if no argument requires a gradient. This function then does
+    the same.
     """
     if is_reentrant and not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
         with torch.no_grad():
@@ -313,7 +315,7 @@ def _run_checkpointed(is_reentrant: bool, block: Callable[..., Any], *args: Any)
 
 
 def _dependents(ends: list[Tensor], wanted: list[Tensor]) -> list[set[int]]:
-    """For each tensor of ``wanted``, the places of the ``ends`` that were computed from it."""
+    """For each tensor of ``wanted``, the indices of those tensors in ``ends`` that were computed from it."""
     found: dict[int, set[int]] = {id(tensor): set() for tensor in wanted}
     for place, end in enumerate(ends):
         seen: set[Any] = set()
@@ -332,8 +334,8 @@ def _dependents(ends: list[Tensor], wanted: list[Tensor]) -> list[set[int]]:
 def _gradients(ends: list[Tensor], wanted: list[Tensor], received: list[Tensor]) -> tuple[Tensor | None, ...]:
     """The gradients of ``wanted``. ``received``: the gradients of ``ends``.
 
-    PyTorch runs all backwards of a GPU in one thread of its own. Here it runs this backward in the caller's
-    thread, because its own thread may be waiting for the lock that the caller holds.
+    PyTorch runs all backwards of a GPU in one thread of its own. Here this backward runs in the caller's
+    thread, because PyTorch's thread may be waiting for the lock that the caller holds.
     """
     with torch.autograd.set_multithreading_enabled(False):
         return torch.autograd.grad(ends, wanted, received, allow_unused=True)
