@@ -22,7 +22,7 @@ _inside: Callable[[Any], tuple[Any, ...]] = operator.attrgetter("__code__", "__d
 
 
 class Guard:
-    """The code on which calls of the model ``root`` depend, as it was when the guard was made."""
+    """Records the code on which calls of the model ``root`` depend, and later finds out what has changed."""
 
     def __init__(self, root: nn.Module) -> None:
         self._reach = Reach()
@@ -38,7 +38,7 @@ class Guard:
         self._freeze()
 
     def see(self, root: nn.Module) -> None:
-        """Add what ``root`` depends on now. The caller has checked that ``same`` is True."""
+        """Also record the code on which calls of ``root`` depend now. Before, ``same`` must be True."""
         before = len(self._reach.entries), len(self._reach.functions)
         self._reach.see_model(root)
         if before != (len(self._reach.entries), len(self._reach.functions)):
@@ -59,7 +59,7 @@ class Guard:
             return False
 
     def changed(self) -> list[Entry]:
-        """The names that have other values now."""
+        """The recorded names that have other values now."""
         found = [(entry, entry.namespace.get(entry.name, MISSING)) for entry in self.entries]
         return [entry for entry, value in found if _differs(entry.value, value)]
 

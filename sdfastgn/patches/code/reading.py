@@ -28,7 +28,7 @@ class Item(NamedTuple):
 
 
 class Names(NamedTuple):
-    """What a code object names.
+    """The names that a code object reads and sets.
 
     Attributes:
         chains: tuples. Each begins with the name of a global or of a variable of a closure. The attributes
@@ -44,7 +44,7 @@ class Names(NamedTuple):
 
 @functools.cache
 def names_in(code: types.CodeType) -> Names:
-    """What ``code`` and the functions that are defined in it name."""
+    """The names that ``code``, and the functions that are defined in it, read and set."""
     chains: set[tuple[Any, ...]] = set()
     attributes: set[str] = set()
     stored: set[str] = set()
