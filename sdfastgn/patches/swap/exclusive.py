@@ -83,7 +83,10 @@ class _Gate:
 
 
 def call_entry(module: nn.Module) -> Any:
-    """What replaces ``_call_impl`` of ``module``, apart from a gate; None if nothing does."""
+    """What replaces ``_call_impl`` of ``module``; None if nothing does.
+
+    A ``_Gate``, which makes new calls wait during a change of the model, does not count.
+    """
     entry = vars(module).get(_GATE)
     return entry.entry if type(entry) is _Gate else entry
 
@@ -158,7 +161,8 @@ def _wait_for_others(call: str, change: _Change) -> None:
 def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
     """Returns (thread, module) for a running call of one of the change's modules; None if there is none.
 
-    Calls in the thread that makes the change, and in threads that wait at a gate, do not count.
+    Calls in the thread that makes the change do not count, and neither do calls that wait at a ``_Gate`` for
+    the end of the change.
     """
     was_enabled = gc.isenabled()
     gc.disable()  # a garbage collection could let other threads run while their frames are read
@@ -185,7 +189,7 @@ def _called_in(thread: int, modules: set[nn.Module]) -> nn.Module | None:
 
 
 def _inside_a_call(modules: set[nn.Module]) -> bool:
-    """True if the call that waits at the gate was made inside a call of another module of ``modules``."""
+    """True if the call that has reached a ``_Gate`` was made inside a call of a module of ``modules``."""
     own_call = sys._getframe(2)  # the frame of the call that has reached the gate
     return _called_module(own_call.f_back, modules)[0] is not None
 

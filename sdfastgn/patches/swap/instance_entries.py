@@ -1,4 +1,4 @@
-"""Entries in a module's ``__dict__`` that belong to this one module, such as a ``forward`` with CUDA graphs.
+"""Replaces methods of single modules by entries in their ``__dict__``: a ``forward`` with CUDA graphs, say.
 
 An entry refers to its module. If a shallow copy (``copy.copy``) of the module had the same entry, a call of
 the copy would run the original, and would fail once the original is freed. So shallow copies, and the
@@ -25,9 +25,9 @@ _registered: weakref.WeakKeyDictionary[nn.Module, weakref.WeakValueDictionary[in
 
 
 class InstanceEntry:
-    """Base class of entries in a module's ``__dict__`` that belong to this one module.
+    """Base class of objects in a module's ``__dict__`` that replace a method of only this module.
 
-    An example is a ``forward`` with CUDA graphs. An entry has only a weak reference to its module.
+    An example is a ``forward`` with CUDA graphs. The object has only a weak reference to its module.
     """
 
     __slots__ = ("__weakref__", "_module")
@@ -44,7 +44,7 @@ class InstanceEntry:
         return module
 
     def register(self) -> None:
-        """Let ``all_of`` and ``owners`` find this entry as long as it and its module exist."""
+        """Let ``all_of`` and ``owners`` find this entry as long as the entry and its module exist."""
         _registered.setdefault(self.module, weakref.WeakValueDictionary())[id(self)] = self
 
     def unregister(self) -> None:
@@ -80,8 +80,8 @@ def _entries_of(module: nn.Module) -> set[str]:
 class _State(dict[str, Any]):
     """The result of a module's ``__getstate__``: the module's ``__dict__`` without each ``InstanceEntry``.
 
-    A shallow copy of the module gets the content of this dict. Deepcopy and pickle use ``whole``, the
-    complete ``__dict__``.
+    An ``InstanceEntry`` replaces a method of only this module. A shallow copy of the module gets the content
+    of this dict. Deepcopy and pickle use ``whole``, the complete ``__dict__``.
     """
 
     def __init__(self, whole: dict[str, Any]) -> None:
@@ -96,7 +96,10 @@ class _State(dict[str, Any]):
 
 
 class _GetState(InstanceEntry):
-    """Replaces ``__getstate__`` of its module, so that shallow copies get no ``InstanceEntry``."""
+    """Replaces ``__getstate__`` of its module, so that shallow copies get no ``InstanceEntry``.
+
+    Such an entry replaces a method, and would run the original module when the copy is called.
+    """
 
     __slots__ = ()
 
@@ -107,7 +110,10 @@ class _GetState(InstanceEntry):
 
 
 class _Replicate(InstanceEntry):
-    """Replaces ``_replicate_for_data_parallel`` of its module, so that replicas get no ``InstanceEntry``."""
+    """Replaces ``_replicate_for_data_parallel`` of its module, so that replicas get no ``InstanceEntry``.
+
+    Such an entry replaces a method, and would run the original module when the replica is called.
+    """
 
     __slots__ = ()
 
@@ -124,13 +130,16 @@ GUARDS = {"__getstate__": _GetState, "_replicate_for_data_parallel": _Replicate}
 
 
 def guard(module: nn.Module) -> None:
-    """Put the ``GUARDS`` into ``module``: its shallow copies and replicas get no ``InstanceEntry``."""
+    """Replace the methods that copy ``module``, so that shallow copies and replicas get no ``InstanceEntry``.
+
+    An ``InstanceEntry`` replaces a method of the original module only.
+    """
     for name, kind in GUARDS.items():
         vars(module).setdefault(name, kind(module))
 
 
 def unguard(module: nn.Module) -> None:
-    """Undo ``guard``. If ``module`` still has another ``InstanceEntry``, the ``GUARDS`` stay for it."""
+    """Undo ``guard``, unless another ``InstanceEntry`` in ``module`` still needs it."""
     entries = _entries_of(module)
     if entries <= GUARDS.keys():
         for name in entries:
