@@ -1,4 +1,4 @@
-"""Calls of convolutions without separate passes over the result for bias, residual and ReLU.
+"""Calls convolutions without separate passes over the result for bias, residual and ReLU.
 
 Either the kernel that reads the result adds the bias (``conv_without_bias``), or cuDNN adds bias and residual
 and applies ReLU before it writes the result (``conv_relu``). ``pointwise`` computes 1x1 convolutions as
@@ -35,15 +35,15 @@ def is_plain_conv(conv: nn.Module) -> bool:
 
 
 def keeps_size(conv: nn.Conv2d) -> bool:
-    """True for a 3 x 3 convolution with stride 1 and zero padding of one pixel: its output has x's size."""
+    """True for a 3 x 3 convolution with stride 1 and zero padding of one pixel. It keeps height and width."""
     sizes = conv.kernel_size, conv.stride, conv.padding, conv.dilation
     return sizes == ((3, 3), (1, 1), (1, 1), (1, 1)) and conv.padding_mode == "zeros"
 
 
 def conv_without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Computes conv(x), without the bias if another kernel may add it.
+    """Computes conv(x), without the bias if a later kernel can add the bias.
 
-    Returns (result, the bias that is still to be added, or None).
+    Returns (result, bias). The caller must add the bias to the result, unless the bias is None.
     """
     conv = plain_layer(conv)
     if is_plain_conv(conv):
@@ -89,7 +89,7 @@ def _fits_cudnn(conv: nn.Conv2d, x: Tensor, residual: Tensor | None) -> bool:
 
 
 def pointwise(conv: Any, x: Tensor) -> Tensor:
-    """conv(x) for x (N, C, H, W), computed as a matrix product if ``conv`` is 1x1 and x is channels-last.
+    """Computes conv(x) for x (N, C, H, W), as a matrix product if ``conv`` is 1x1 and x is channels-last.
 
     The product is faster because it adds the bias before it writes the result. In fp32 the convolution is
     called instead. By default, PyTorch uses the faster TF32 for fp32 convolutions, but not for fp32 matrix
@@ -108,7 +108,7 @@ def pointwise(conv: Any, x: Tensor) -> Tensor:
 
 
 def pointwise_tokens(conv: Any, tokens: Tensor, H: int, W: int) -> Tensor:
-    """Computes ``pointwise`` of an image whose pixels are ``tokens`` (N, HW, C). Returns (N, HW, C_out)."""
+    """Computes ``conv``, 1x1, of an image whose pixels are ``tokens`` (N, HW, C). Returns (N, HW, C_out)."""
     conv = plain_layer(conv)
     product = _as_linear(conv, tokens, tokens.shape[-1])
     if product is not None:

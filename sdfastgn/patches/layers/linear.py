@@ -1,4 +1,4 @@
-"""Faster calls of linear layers, in two ways.
+"""Makes calls of linear layers faster, in two ways.
 
 While a CUDA graph is captured, ``call_linear`` uses the fastest algorithm for the layer's matrix product.
 For an input with few rows, ``fused_linear`` computes the activation that precedes the layer, the matrix
@@ -52,7 +52,7 @@ def call_linear(layer: Any, x: Tensor, name: str | None = None) -> Tensor:
 
 
 def linear_of(linear: Any, act: Any, x: Any) -> Tensor:
-    """Computes ``linear(act(x))``, or ``linear(x)`` if act is None, by ``fused_linear`` if possible."""
+    """Computes ``linear(act(x))``, or ``linear(x)`` if act is None, in one kernel if possible."""
     linear = plain_layer(linear)
     y = fused_linear(linear, act, x)
     if y is None:

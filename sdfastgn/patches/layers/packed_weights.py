@@ -94,9 +94,10 @@ def _allocation(owner: nn.Module) -> torch.UntypedStorage | None:
 
 
 def pack(owner: nn.Module, linears: Sequence[Any]) -> None:
-    """Put the parameters of ``linears``, which are layers of ``owner``, side by side if possible.
+    """Move the parameters of ``linears``, which are layers of ``owner``, side by side if possible.
 
-    See ``kernels/product/packed.py`` for what stays as it is, and for parameters that cannot be moved.
+    The parameters stay the same objects and keep their values. None is moved if one of them is quantized or
+    offloaded, or shares its storage with another tensor (``kernels/product/packed.py``).
     """
     parameters = plain_parameters(linears)
     if parameters is None or joined(owner, parameters) is not None:

@@ -67,7 +67,7 @@ def _state_of(x: Tensor) -> tuple[Any, ...]:
 def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
     """Keep ``statistics`` of ``x`` for the norm that reads ``x``, and return ``x``.
 
-    Call it only if ``emits`` is True for the size of ``x``.
+    Call this function only if ``emits`` is True for the numbers of channels and positions of ``x``.
 
     ``statistics``: (2, N, P, C) fp32, where P is the number of parts into which the positions are split.
     """
@@ -78,7 +78,7 @@ def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
 
 
 def take_statistics(x: Tensor) -> Tensor | None:
-    """Remove the statistics of ``x`` from the table and return them. None if it has no valid statistics."""
+    """Remove the statistics of ``x`` from the table and return them. None if they are missing or invalid."""
     if torch.compiler.is_dynamo_compiling() or id(x) not in _stored:
         return None
     entry = _stored.pop(id(x), None)
