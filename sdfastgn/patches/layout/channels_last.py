@@ -63,7 +63,8 @@ def enter(conv: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         return None
     if dispatch.has_kernels(args[0]):
         return (args[0].contiguous(memory_format=torch.channels_last), *args[1:])
-    # In ``stock_code`` the weights stay, because CUDA graphs of the fused model read them.
+    # If kernels are only off because of ``stock_code``, the weights stay as they are: CUDA graphs of the
+    # optimized model read them.
     if _STOCK_LAYOUT in conv.__dict__ and not (torch.compiler.is_compiling() or dispatch.is_stock_code()):
         _lay_out_as_stock(conv)
     return None
@@ -102,8 +103,8 @@ def convertible_modules(
     """Returns ``root.named_modules()`` without the modules whose weights must keep their layout.
 
     Two kinds of modules are left out: modules that an adapter added, because adapters are saved contiguous,
-    and modules that FSDP shards, because FSDP manages their memory. The result is empty if ``reason``, a
-    function of ``left_alone.py``, has a reason to leave the model.
+    and modules that FSDP shards, because FSDP manages their memory. The result is empty if ``reason`` says
+    why the whole model must stay as it is. ``reason`` is a function of ``left_alone.py``.
     """
     named = list(root.named_modules())
     modules = [module for _, module in named]
@@ -143,7 +144,10 @@ def apply(root: nn.Module) -> None:
 
 
 def lay_out_weights(root: nn.Module) -> bool:
-    """Make the weights of convolutions in ``root`` channels-last, if they are on a GPU. True if any was not.
+    """Make the weights of convolutions in ``root`` channels-last, if they are on a GPU.
+
+    Returns True if a weight was converted.
+
 
     A convolution that was converted before stays as it is, because the user may have chosen another layout
     since, with ``.to(memory_format=...)``.
@@ -246,7 +250,8 @@ def restore(module: nn.Module) -> None:
     """
     remove_hooks(module, enter, leave)
     stop_following(module, _Apply)
-    unguard(module)  # after Ctrl-C, the guards may be all that is left
+    # After Ctrl-C, the methods that ``guard`` has replaced may be all that is left to undo.
+    unguard(module)
     _unconvert(module)
 
 

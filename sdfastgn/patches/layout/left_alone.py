@@ -7,8 +7,8 @@ Some versions of cuDNN compute 3-D convolutions in bf16 wrongly, and need gigaby
 Video autoencoders that repeat the border of their 5-D tensors (HunyuanVideo 1.5, Mochi) call ``F.pad`` in
 mode "replicate" before each convolution. For channels-last tensors this ``F.pad`` is slow, and its result is
 channels-first, so that the convolution has to copy it. Together this costs more than the fused norms save.
-"Real sizes" in docs/coverage.md has the times of all models. Plans repeat the border in a kernel, which is
-fast.
+"Real sizes" in docs/coverage.md has the times of all models. These models can still run as *plans*: traces of
+their own code, rewritten to sdfastgn's kernels. There a kernel repeats the border, which is fast.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def reason_of_cudnn(modules: Iterable[nn.Module]) -> str | None:
     if not any(isinstance(m, nn.Conv3d) and m.weight.dtype is torch.bfloat16 for m in modules):
         return None
     version = torch.backends.cudnn.version()
-    if version not in _BAD_CUDNN:  # None without cuDNN
+    if version not in _BAD_CUDNN:  # the version is None if PyTorch has no cuDNN
         return None
     return (
         f"3-D convolutions in bf16 are wrong in some versions of cuDNN, and this is {_text_of(version)}; "
