@@ -63,7 +63,8 @@ def _bytes_of(processor: Any, image: Tensor, do_denormalize: Any) -> Any:
         pixels = unit.permute(0, 2, 3, 1).float().mul_(255).round_().to(torch.uint8).contiguous().cpu()
     except torch.OutOfMemoryError:  # an image that was decoded in tiles may be too large
         return None
-    return None if has_nan.item() else pixels.numpy()  # for NaN upstream's code must run: numpy warns
+    # If there are NaNs, diffusers' own code must run, because numpy then warns.
+    return None if has_nan.item() else pixels.numpy()
 
 
 def _overrides(stock: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Fusions of objects that are not ``nn.Module``s, such as schedulers. (``ClassSwap`` is for modules.)
+"""Makes objects that are not ``nn.Module``s faster, such as schedulers. (``ClassSwap`` is for modules.)
 
 A fused instance has a subclass of its stock class. The subclass has the name and the Python module of the
 stock class, because ``save_pretrained`` writes both and pipelines look them up. A new instance that is made
@@ -29,8 +29,8 @@ class ObjectFusion:
         sources: the stock classes, and their methods that the fusion replaces or relies on. An object is only
             fused if the installed code of these methods was tested for the object's class.
         overrides: called with a stock class. Returns the attributes of the subclass that replaces it.
-        heirs: True if instances of subclasses are fused too, provided that these inherit all methods in
-            ``sources`` unchanged. False if only instances of the exact classes are fused.
+        heirs: True if instances of subclasses are fused too, provided that the subclasses inherit all methods
+            in ``sources`` unchanged. False if only instances of the exact classes are fused.
     """
 
     name: str
@@ -108,7 +108,7 @@ class ObjectFusion:
 def _new(module: str, stock: type) -> Any:
     """Make an instance without attributes. Copy and pickle call this, and then set the attributes.
 
-    The class is the fused one if the installed upstream code was tested. Otherwise it is the stock one.
+    The class is the fused one if the installed code of diffusers was tested. Otherwise it is diffusers' own.
     """
     fusion: ObjectFusion = importlib.import_module(module).FUSION
     source = fusion._source_of(stock)
