@@ -73,5 +73,5 @@ def is_followed(module: nn.Module) -> bool:
 
 
 def followed_in(modules: Iterable[nn.Module]) -> frozenset[nn.Module]:
-    """The modules among ``modules`` that are followed. Wrappers contain followed models."""
+    """The modules among ``modules`` whose method ``_apply`` a ``Moves`` replaces, to notice their moves."""
     return frozenset(filter(is_followed, modules))

@@ -122,7 +122,7 @@ def _note_returns(root: nn.Module, returned: dict[int, nn.Parameter]) -> None:
         return
     stays = any(id(weight) in kept.homes and _is_on_gpu(weight) for weight in root.parameters())
     if returned or not stays or not is_offloaded_whole(root):
-        _kept.pop(root, None)  # another thread may have called ``forget``
+        _kept.pop(root, None)  # nothing is left to remove if another thread has called ``forget``
 
 
 def _keep(root: nn.Module, arrived: list[tuple[nn.Parameter, Tensor]]) -> None:
@@ -246,7 +246,8 @@ def _unchanged(root: nn.Module, weights: dict[int, nn.Parameter]) -> dict[int, T
         if key in weights
         and _may_be_copy(weights[key], home)
         and weights[key].device == kept.sums.device
-        # Stock's copy is an inference tensor only in inference mode, so ``home`` may be one only then.
+        # Without sdfastgn, the returned weight would be an inference tensor only in inference mode. So
+        # outside of inference mode an inference tensor in main memory must not become the weight.
         and (not home.is_inference() or torch.is_inference_mode_enabled())
     }
     if not still or not dispatch.is_on():

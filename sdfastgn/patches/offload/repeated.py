@@ -1,4 +1,4 @@
-"""Repeats a call for which memory was too short, after memory was freed."""
+"""Makes a call again, after memory was freed, if there was too little memory for the first attempt."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 def until_it_fits(
     run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], free: Callable[[], bool]
 ) -> Any:
-    """``run(*args, **kwargs)``. While there is too little memory, it runs again after each ``free()``.
+    """Returns ``run(*args, **kwargs)``. If memory runs out, calls ``free()`` and then ``run`` again.
 
-    ``free``: frees memory; returns False if there is nothing to free, and then the error is raised.
+    ``free`` frees memory. If it returns False, there was nothing to free, and the error is raised.
     """
     containers = _contents_of(args, kwargs)
     while True:
@@ -26,7 +26,7 @@ def until_it_fits(
 
 
 def _contents_of(*values: Any) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Returns (container, its items) for each list, dict and tuple in ``values``, also for nested ones."""
+    """Returns (container, its items) for each list, dict and tuple in ``values``, nested ones included."""
     found: dict[int, tuple[Any, tuple[Any, ...]]] = {}
     todo = list(values)
     while todo:
