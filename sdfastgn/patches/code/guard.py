@@ -1,8 +1,9 @@
 """Finds out whether the code that a model depends on has changed since it was read.
 
 The comparison asks whether each name still has the value that ``reach.py`` has found: functions, classes,
-modules, numbers and flags. It also looks into the functions, because ``f.__code__ = ...`` leaves
-the name as it is. The loops run in C: the 535 names of SD1.5's UNet take 0.15 ms on an H200's host.
+modules, numbers and flags. It also looks into the functions: after ``f.__code__ = ...``, the name ``f`` still
+has the same function as its value. The loops run in C: the 535 names of SD1.5's UNet take 0.15 ms on an
+H200's host.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Guard:
         return self._reach.compared()
 
     def forget(self, entries: Iterable[Entry]) -> None:
-        """Compare ``entries`` no more."""
+        """Stop comparing the names ``entries``."""
         self._reach.forget(entries)
         self._freeze()
 
@@ -64,7 +65,7 @@ class Guard:
         return [entry for entry, value in found if _differs(entry.value, value)]
 
     def changed_inside(self) -> list[str]:
-        """The functions whose code, defaults or closure is another one now."""
+        """The functions whose code, defaults or closure was replaced, in words."""
         inside = [f for f, before in self._inside_of if _differs(before, _inside(f))]
         closures = [f for f, cell, before in self._content_of_cells if content_of(cell) is not before]
         return [

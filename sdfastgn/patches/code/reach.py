@@ -80,7 +80,8 @@ class Reach:
     def __init__(self) -> None:
         self.entries: dict[tuple[int, Any], Entry] = {}
         self.functions: dict[int, types.FunctionType] = {}
-        self._stored: set[tuple[int, str]] = set()  # (id of a module's globals, name that its code sets)
+        # A pair for each global that code sets: (id of the dict of globals, name).
+        self._stored: set[tuple[int, str]] = set()
         self._packages = set(_READ)
         # False while a function of an unknown package is read: it has replaced a function of the model.
         self._is_in_model = True
@@ -106,7 +107,7 @@ class Reach:
         return [e for e in list(self.entries.values()) if (id(e.holder), e.name) not in self._stored]
 
     def forget(self, entries: Iterable[Entry]) -> None:
-        """Compare ``entries`` no more."""
+        """Stop comparing the names ``entries``."""
         self._stored |= {(id(entry.holder), entry.name) for entry in entries}
 
     def _see_object(self, value: Any, depth: int) -> None:

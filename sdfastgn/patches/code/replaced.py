@@ -76,7 +76,7 @@ def _is_wrapper(entry: Entry, value: Any) -> bool:
 
 
 def _is_honoured(entry: Entry) -> bool:
-    """True if fused forwards call the function ``entry`` by its name, as stock's forwards do."""
+    """True if fused forwards call the function ``entry`` by its name, as diffusers' own forwards do."""
     return any(entry.holder is holder and entry.name == name for holder, name in _CALLED_BY_FUSED)
 
 

@@ -48,7 +48,7 @@ _CHANGING = frozenset(
 # that changes a result.
 _STATELESS = frozenset(("einops", "numpy", "packaging", "torchvision", "typing_extensions"))
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
-# A container with more items is no table of constants, and takes long to compare.
+# A container with more items is not taken for a table of constants, because comparing it takes long.
 _MAX_ITEMS = 10_000
 _BOUND = (types.MethodType, types.BuiltinFunctionType)
 _Cached = type(functools.cache(lambda: None))
@@ -87,7 +87,7 @@ class CodeState:
 
     def __init__(self, root: nn.Module, known: Collection[str]) -> None:
         self._known = {*known, *_STATELESS}
-        # (what messages call a container, the container, its items)
+        # A tuple for each container: (its name for messages, the container, its items).
         self._contents: list[tuple[str, Any, list[Any]]] = []
         # (id of the dict of a module, the name of a global in it) -> (the dict, the global's value)
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
@@ -175,7 +175,7 @@ class CodeState:
                 yield from self._judged(value, f"the global {first} of {function.__module__}")
 
     def _judged(self, value: Any, name: str) -> Iterator[str]:
-        """Yields why ``value`` could change, if nobody would notice it. ``name``: what messages call it."""
+        """Yields a reason if ``value`` could change unnoticed. ``name``: what messages call the value."""
         if not self._is_noticed(value, name):
             yield f"code of the model reads {name}, which may change"
 

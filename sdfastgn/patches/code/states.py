@@ -91,7 +91,7 @@ class States:
         return index < len(self._states) and self._states[index].same(self._root())
 
     def last(self) -> int:
-        """The index of the state that was seen last. The first call finds out the present state."""
+        """The index of the state that was seen last. The first call of this method finds out the state."""
         return self._last if self._states else self.look()
 
     def seen(self) -> list[str]:

@@ -117,11 +117,11 @@ class Call:
         self.key: tuple[Any, ...] = (len(args), tuple(tokens), self.device)
 
     def buffers(self) -> list[Tensor]:
-        """New uninitialized tensors with the shapes, strides and dtypes of ``tensors``."""
+        """Returns new uninitialized tensors with the shapes, strides and dtypes of the call's tensors."""
         return [_like(spec, self.device) for spec in self._specs]
 
     def fill(self, buffers: list[Tensor]) -> None:
-        """Copy this call's values into ``buffers``."""
+        """Copy the values of the call's tensors and numbers into ``buffers``."""
         targets, sources = [], []
         for buffer, value in zip(buffers, self.tensors, strict=True):
             if isinstance(value, Tensor):
@@ -133,7 +133,7 @@ class Call:
             copy_each(targets, sources)
 
     def as_tensors(self) -> list[Tensor]:
-        """Returns ``tensors``, with each number replaced by a 0-d tensor on ``device``."""
+        """Returns the call's tensors, and a 0-d tensor on ``device`` for each of its numbers."""
         return [
             value
             if isinstance(value, Tensor)
@@ -142,7 +142,10 @@ class Call:
         ]
 
     def rebuild(self, buffers: list[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """Returns (args, kwargs) of the call, in new lists and dicts. ``buffers`` replace its tensors."""
+        """Returns (args, kwargs) of the call, with ``buffers`` in place of the call's tensors.
+
+        The lists and dicts in the arguments are new objects.
+        """
         return [_fill_in(p, buffers) for p in self._args], {
             k: _fill_in(v, buffers) for k, v in self._kwargs.items()
         }
@@ -153,7 +156,9 @@ class Call:
         return lists_in(*args, kwargs)
 
     def _take(self, value: Any, tokens: list[Any], path: str, number: Number | None = None) -> Any:
-        """Returns ``value`` with a ``_Slot`` for each tensor, and appends a description of it to ``tokens``.
+        """Separates the tensors in ``value`` from the rest. Appends a description of ``value`` to ``tokens``.
+
+        Returns ``value`` with a ``_Slot``, which has the index of the tensor, in place of each tensor.
 
         Args:
             value: an argument, or a part of an argument.
@@ -288,7 +293,7 @@ def mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
         return kind([mapped(item, fn) for item in value])
     if kind is dict:
         return {key: mapped(item, fn) for key, item in value.items()}
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):  # diffusers' BaseOutput
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):  # for example a BaseOutput of diffusers
         names = [field.name for field in dataclasses.fields(kind)]
         return kind(**{name: mapped(getattr(value, name), fn) for name in names})
     raise Unsupported(f"it returns a {kind.__name__}")
@@ -297,7 +302,7 @@ def mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
 def tensors_in(output: Any) -> list[Tensor]:
     """Returns each tensor in ``output`` once.
 
-    Raises Unsupported if ``output`` contains objects of other classes than ``mapped`` allows.
+    Raises Unsupported if ``output`` contains an object that is no tensor, no constant and no container.
     """
     found: dict[int, Tensor] = {}
     mapped(output, lambda tensor: found.setdefault(id(tensor), tensor))
@@ -307,7 +312,7 @@ def tensors_in(output: Any) -> list[Tensor]:
 def static_copy(output: Any) -> Any:
     """Returns ``output`` in new containers, with the same tensors.
 
-    Raises Unsupported if ``output`` contains objects of other classes than ``mapped`` allows.
+    Raises Unsupported if ``output`` contains an object that is no tensor, no constant and no container.
     """
     return mapped(output, lambda tensor: tensor)
 
@@ -315,8 +320,8 @@ def static_copy(output: Any) -> Any:
 def clone_of(output: Any) -> Any:
     """Returns ``output`` with copies of its tensors, which no later replay of a CUDA graph overwrites.
 
-    A tensor that occurs twice is copied once. Raises Unsupported if ``output`` contains objects of other
-    classes than ``mapped`` allows.
+    A tensor that occurs twice is copied once. Raises Unsupported if ``output`` contains an object that is no
+    tensor, no constant and no container.
     """
     clones: dict[int, Tensor] = {}
 

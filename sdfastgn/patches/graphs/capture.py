@@ -66,7 +66,7 @@ class AnyGraph(Protocol):
 
 
 class Handle(Protocol):
-    """One CUDA graph. ``output``: the captured function's result. ``replay`` writes new values into it."""
+    """One CUDA graph. ``output``: the captured function's result, into which ``replay`` writes new values."""
 
     output: Any
 
@@ -91,7 +91,7 @@ class Backend(Protocol):
         """A context for allocating a graph's inputs: no other work gets this memory while the graph runs."""
 
     def rehearse(self, fn: Callable[[], Any]) -> None:
-        """Run ``fn`` to compile its kernels and to choose algorithms for its products; ignore its result."""
+        """Run ``fn`` only to compile its kernels and to choose algorithms for its matrix products."""
 
     def new_pool(self) -> Any:
         """Returns a new memory pool, for graphs that must not share memory with other graphs."""
@@ -394,8 +394,8 @@ class CudaBackend:
         except RuntimeError:
             # CUDA has invalidated the capture, for example because of a synchronization. Then PyTorch's
             # ``capture_end`` stops halfway, and the allocator still believes that a capture is running. In
-            # this state it never empties its cache, and adds no graph to this pool. ``end_pool`` ends this
-            # state.
+            # this state the allocator never empties its cache, and adds no graph to this pool. ``end_pool``
+            # ends this state.
             self._pool = None
             if not end_pool(self._device.index, pool):
                 return  # the allocator already knows that the capture has ended; the graph frees its pool
@@ -431,7 +431,7 @@ class CudaBackend:
         sizes = pool_sizes()
         if not sizes:
             return 0
-        with self.lock:  # so that no other thread adds a graph during the loop
+        with self.lock:  # the lock keeps other threads from adding a graph during the loop
             pools = {tuple(handle.pool) for handle in self._alive}
         return sum(sizes[pool] for pool in pools)
 

@@ -127,8 +127,8 @@ def tensor_in_words(name: str) -> str:
 def _shown(value: Any) -> str:
     """Returns ``repr(value)`` if it is short and safe to compute, else the name of the value's class.
 
-    It is safe for the classes in ``_SHOWN``, NumPy's numbers, and containers of such values. A class is shown
-    by its name.
+    Computing it is safe for the classes in ``_SHOWN``, NumPy's numbers, and containers of such values. If
+    ``value`` is itself a class, the result is the name of this class.
     """
     if isinstance(value, type):
         return value.__name__

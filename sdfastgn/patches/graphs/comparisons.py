@@ -1,6 +1,7 @@
-"""Classes with which a ``Watch`` records the state of a model, and later finds out whether it has changed.
+"""Records the state of a model, and later finds out whether the state has changed.
 
-Each class is for one kind of state, and has these methods:
+The record of a whole model is a ``Watch`` (``watch.py``). It has an object of each class in this file. Each
+class is for one kind of state, and has these methods:
 
 - ``add`` registers a part of the model, such as a dict or a tensor, and a name for messages;
 - ``freeze`` records the present values of all registered parts;

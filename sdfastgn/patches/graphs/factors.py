@@ -2,9 +2,8 @@
 
 A graph repeats the numbers of its capture. Some numbers are inputs instead, and are called *factors*: FreeU's
 four numbers and the scale of an IP-Adapter, which are attributes of modules, and the scale of a ControlNet,
-which is an argument.
-A factor may be a number of Python or of NumPy. diffusers multiplies tensors by a factor or writes it into a
-tensor, and otherwise only asks whether the factor is 0.
+which is an argument. A factor may be a number of Python or of NumPy. diffusers multiplies tensors by a factor
+or writes it into a tensor, and otherwise only asks whether the factor is 0.
 
 While a call is captured, a ``Factor`` replaces each of these numbers. It is a float, but operations of
 PyTorch read its value from memory on the device. New values are written into this memory before a replay, so
@@ -188,11 +187,13 @@ class Factors:
         self._dicts: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._places: list[Place] = []
-        self._values: list[Any] = []  # the values in ``_memory``: a number or a list for each attribute
-        self._memory: tuple[Tensor, ...] = ()  # two device tensors, fp64 and fp32, with all factors
+        # A number or a list of numbers for each attribute: the values that ``_memory`` has.
+        self._values: list[Any] = []
+        # Two tensors on the GPU, fp64 and fp32. Both have all numbers, which the graphs read from them.
+        self._memory: tuple[Tensor, ...] = ()
 
     def add(self, path: str, module: nn.Module) -> tuple[str, ...]:
-        """Register the attributes of ``module`` that are factors, and return their names."""
+        """Register the attributes of ``module`` that are inputs of graphs, and return their names."""
         reader, attributes = _reader_of(module), vars(module)
         names = () if reader is None else reader.attributes
         found = tuple(name for name in names if _are_numbers(attributes.get(name)))

@@ -14,7 +14,7 @@ A call takes these steps, each in its own file:
    ``Planner`` makes the plan, which is captured too. Of a transformer only plans are captured.
 3. If there is no graph, ``policy.py`` decides whether ``capture.py`` captures the call now. A model that
    draws random numbers is not captured (``random_numbers.py``).
-4. Every other call runs eagerly. The reason for this is counted, and the report shows it.
+4. Every other call runs eagerly. The reason for this is counted, and ``sdfastgn.report`` shows it.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ _MAX_TRAINING_GRAPHS = 4
 # that, the call runs the model's code without graphs and without sdfastgn's kernels.
 _MAX_CHANGES = 4
 
-# Held while a ``GraphedForward`` makes the object that runs its calls as plans. All threads must use the same
-# object.
+# Held while a ``GraphedForward`` makes the object that runs its calls as plans (rewritten traces of the
+# module's code). All threads must use the same object.
 _making = threading.Lock()
 
 
@@ -211,7 +211,9 @@ class GraphedForward(MethodEntry):
         self._states = States(module) if states is None else states
         self._state = state
         self.planner = planner
-        self._planned: Any = None  # the object that runs calls as plans, made by ``planner``
+        # The object that runs calls as plans, which are rewritten traces of the module's code. ``planner``
+        # makes this object.
+        self._planned: Any = None
         # Index of a state of the code (``States``) -> the object that serves calls in this state. State 0 is
         # served by this object.
         self._others: dict[int, GraphedForward] = {}
@@ -236,7 +238,10 @@ class GraphedForward(MethodEntry):
 
     @property
     def planned(self) -> list[Any]:
-        """The objects that run calls as plans, at most one for each state of the module's code."""
+        """The objects that run calls as plans (rewritten traces of the module's code).
+
+        There is at most one for each state of the code: original, or with certain functions replaced.
+        """
         return [each._planned for each in self._all() if each._planned is not None]
 
     @property
@@ -345,8 +350,8 @@ class GraphedForward(MethodEntry):
     def moved(self) -> None:
         """Drop the graphs if the model has changed since the capture, so that other models get the memory.
 
-        For instance, its weights were moved or replaced. The ``Watch`` keeps replaced weights alive, so it is
-        dropped with the graphs.
+        For instance, its weights were moved or replaced. The record of the model's state at the capture is
+        dropped with the graphs, because it keeps replaced weights alive.
         """
         self._rehearsed = None
         if self.training is not None:
@@ -367,7 +372,7 @@ class GraphedForward(MethodEntry):
                 self._drop_changed(self.module, watch)
 
     def pool_bytes(self) -> dict[int, int]:
-        """{id of the backend: size of all its memory pools in bytes}; empty if there are no graphs.
+        """Returns {id of the backend: size of all its memory pools in bytes}; empty if there are no graphs.
 
         All modules on one device share one backend. The id lets callers count its pools only once. A size is
         0 if PyTorch's allocator does not report it, as with ``cudaMallocAsync``.
@@ -395,7 +400,10 @@ class GraphedForward(MethodEntry):
         return other
 
     def set_planner(self, planner: Planner | None) -> None:
-        """Replace the present ``Planner``. The caller must have dropped all graphs before."""
+        """Replace the ``Planner``: it says when calls run as plans (rewritten traces of the module's code).
+
+        The caller must have dropped all graphs before.
+        """
         for each in self._all():
             each.planner, each._planned = planner, None
 
@@ -411,7 +419,7 @@ class GraphedForward(MethodEntry):
         return self.planner is not None and self.planner.is_required
 
     def _runner(self, module: nn.Module, as_stock: bool) -> Any:
-        """The method of the module's class, or the object that runs the calls as plans."""
+        """The method of the module's class, or the object that runs calls as plans (rewritten traces)."""
         if self.planner is None or not self._is_planned(as_stock):
             return class_forward(module, self.method)
         if self._planned is None:
@@ -455,7 +463,7 @@ class GraphedForward(MethodEntry):
     def _frees_memory(self) -> bool:
         """Free memory for a call that found too little. False if there is nothing to free.
 
-        A call that succeeds in the stock model must not fail because graphs or merged weights take memory. So
+        A call that succeeds without sdfastgn must not fail because graphs or merged weights take memory. So
         graphs are dropped first. If the call fails again, merged weights are freed.
         """
         if not _free_memory():
@@ -529,8 +537,9 @@ class GraphedForward(MethodEntry):
     def _check_plan(self, module: nn.Module, args: Any, kwargs: Any, as_stock: bool) -> None:
         """Raise Unsupported if the call runs as a plan, and the plan is not captured as a CUDA graph now.
 
-        With ``cuda_graphs=True`` a later step decides this. The caller calls this method before it compares
-        the model and its adapters with their earlier state, because the plan makes these comparisons itself.
+        A plan is a rewritten trace of the module's code. With ``cuda_graphs=True`` this method does nothing,
+        because a later step decides. The caller calls it before it compares the model and its adapters with
+        their earlier state: the plan makes these comparisons itself.
         """
         if self._needs_plan and self.mode is not True:
             self._runner(module, as_stock).check_capturable(args, kwargs, saves_time=True)
@@ -590,8 +599,8 @@ class GraphedForward(MethodEntry):
     def _replay_or_capture(self, current: _Current) -> Any:
         """Run the graph of the call and return its result. If it has no graph yet, capture it first.
 
-        Returns None for the first call of a kind in the modes "auto" and "training". Raises Unsupported,
-        with the reason, if the call must run eagerly.
+        In the modes "auto" and "training", returns None for the first call of a kind: the first of the calls
+        that one graph can serve. Raises Unsupported, with the reason, if the call must run eagerly.
         """
         module, key, policy = current.module, current.key, self._policy
         self._check_code(current.as_stock)
@@ -605,7 +614,8 @@ class GraphedForward(MethodEntry):
         if self.mode is not True:
             if policy.is_new(key):
                 policy.first_call(key)
-                # If only plans are captured, such a call has run as a plan before, so it is captured now.
+                # If only plans (rewritten traces) are captured, such a call has run as a plan before. So it
+                # can be captured now.
                 if not self._needs_plan:
                     return None
             policy.check_offloaded(key, module)
@@ -622,8 +632,8 @@ class GraphedForward(MethodEntry):
     def _find(self, key: Any) -> AnyGraph | None:
         """The graph for calls of kind ``key``, or None.
 
-        If the graph was captured from plans, and a CPU tensor from which a plan has computed constants was
-        written since, the graph is dropped.
+        A graph that was captured from plans, which are rewritten traces of code, may contain constants that
+        were computed from CPU tensors. If such a CPU tensor was written since, the graph is dropped.
         """
         graph = self._store.find(key)
         if graph is not None and not all(plan.is_current() for plan in graph.kept or ()):
@@ -700,7 +710,7 @@ class GraphedForward(MethodEntry):
                     backend.rehearse(run)
 
     def _check_model(self, current: _Current) -> None:
-        """Check that the model is as it was when ``current`` was made. If it has changed, drop the graphs.
+        """Check that the model has not changed since the capture. If it has changed, drop the graphs.
 
         Raises _Outdated after a change, and Unsupported if the model must not be captured now.
         """
@@ -719,7 +729,7 @@ class GraphedForward(MethodEntry):
             raise Unsupported(survey.reason)
 
     def _drop_changed(self, module: nn.Module, watch: Watch, change: str = "") -> None:
-        """Drop the graphs because the model has changed, and store in words what changed, for the report.
+        """Drop the graphs because the model has changed, and store what changed, for ``sdfastgn.report``.
 
         ``change``: what changed, in words; empty if ``watch`` has to find it.
         """
@@ -769,7 +779,7 @@ class _TrainingForward(GraphedForward):
         return Flags(module)
 
     def _is_planned(self, as_stock: bool) -> bool:
-        return False  # plans have no backward
+        return False  # plans, the rewritten traces of a module's code, have no backward
 
     def _key_of(self, module: nn.Module, call: Call) -> Any:
         wanted = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in call.tensors)

@@ -2,10 +2,11 @@
 
 ``set_mode`` does the same for any module. A module with graphs counts as graphable.
 
-To turn graphs on, ``install`` puts a ``GraphedForward`` under the key "forward" into the module's
-``__dict__``. There it replaces the ``forward`` of the class. The class itself stays the same, because
-``save_pretrained`` writes its name and pipelines look it up. In some autoencoders the key is the name of
-another method (``method_of``), and in offloaded models it is ``_old_forward`` (``place_in``).
+To turn graphs on, ``install`` puts an object that captures and replays calls, a ``GraphedForward``, under the
+key "forward" into the module's ``__dict__``. There it replaces the ``forward`` of the class. The class itself
+stays the same, because ``save_pretrained`` writes its name and pipelines look it up. In some autoencoders the
+key is the name of another method (``method_of``), and in offloaded models it is ``_old_forward``
+(``place_in``).
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ def set_mode(module: nn.Module, mode: str | bool, backend: Backend | None = None
         GraphedForward(module, mode, backend, own, name, scratch_of(module)).put(place)
     else:
         return
-    # Tells the graphs when the module is moved. A model with convolutions has an entry that does this
-    # already, and also changes memory formats (``channels_last.py``).
+    # This replaces the method ``_apply`` of the module, so that the graphs learn when the module is moved. In
+    # a model with convolutions, ``channels_last.py`` has replaced this method already.
     follow(module)
 
 

@@ -54,9 +54,10 @@ class Decoder(NamedTuple):
 _CACHES = frozenset(
     ("_conv_num", "_conv_idx", "_feat_map", "_enc_conv_num", "_enc_conv_idx", "_enc_feat_map")
 )
-# Full name of a decoder's class -> its ``Decoder``. Python takes equally long for frames of any size, while
-# the GPU takes longer for larger frames. At ``most_pixels`` both take about 10 ms on an H100 (estimated from
-# docs/benchmarks.md, "Video"). A graph of a larger call would save little time and hold gigabytes.
+# Full name of a decoder's class -> its ``Decoder``, with the largest call that becomes a graph. Python takes
+# equally long for frames of any size, while the GPU takes longer for larger frames. For a call of
+# ``most_pixels``, Python and the GPU each take about 10 ms on an H100 (estimated from docs/benchmarks.md,
+# "Video"). A graph of a larger call would save little time and hold gigabytes.
 _DECODERS = {
     "diffusers.models.autoencoders.autoencoder_kl_qwenimage.AutoencoderKLQwenImage": Decoder(
         768 * 768, "_decode", _CACHES
@@ -137,14 +138,14 @@ _FACTORS: dict[str, dict[str, Number]] = {
 # Full name of a class -> its attributes that pipelines switch during an image. There is a graph for each
 # combination of their values in a model.
 _SWITCHES = {"diffusers.models.attention.GatedSelfAttentionDense": ("enabled",)}
-# Name of a submodule that a model has only if it may contain classes in ``_SWITCHES``.
+# Name of a submodule of GLIGEN's models. Only a model that has it can have attributes that pipelines switch.
 _WITH_SWITCHES = "position_net"
 # The Python module of diffusers with the decorator that gives a ``forward`` the argument for the scale of all
 # LoRAs (``lora_scale.py``), and the variable of the decorator that holds the argument's name.
 _SCALES = "diffusers.utils.peft_utils"
 _SCALES_BY = "kwargs_name"
-# Full name of a class -> the name of the argument with the scale of all LoRAs. It is for older releases of
-# diffusers, which have no such decorator.
+# Full name of a class -> the name of the argument with the scale of all LoRAs. This is for older releases of
+# diffusers, where no decorator adds the argument to the ``forward``.
 _TAKES_SCALE = {
     "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel": "cross_attention_kwargs",
     "diffusers.models.transformers.sana_transformer.SanaTransformer2DModel": "attention_kwargs",
@@ -228,7 +229,10 @@ def reason_for(module: Any, call: Call) -> str | None:
 
 
 def repeats_decoder(module: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if a call of ``method_of(module)`` calls a decoder several times: for frames, or for tiles."""
+    """True if a call that may become a graph calls a decoder several times: for frames, or for tiles.
+
+    ``args``, ``kwargs``: the arguments of such a call of ``module``.
+    """
     if method_of(module) == "forward":
         return False
     z = next(iter((*args, *kwargs.values())), None)

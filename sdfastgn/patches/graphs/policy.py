@@ -26,7 +26,8 @@ FEW_CALLS = "it is offloaded, and a capture takes as long as several calls"
 MAX_REASONS = 64
 # Maximum number of kinds of calls that are remembered. A model has more only if its calls hardly repeat.
 _MAX_REMEMBERED = 64
-# Graphs that are replayed fewer times than this, because the model changes, had a short life.
+# Graphs that were replayed fewer times than this before the model changed had a short life. If this happens
+# several times in a row, the model is not captured for a while.
 _SHORT_LIFE = 3
 # If a model is offloaded as a whole, this number of calls of a kind run eagerly after each move to the GPU,
 # before one is captured (in the modes "auto" and "training"). For SDXL's UNet on an H100, a capture took
@@ -98,10 +99,8 @@ class Policy:
     def check_pause(self) -> None:
         """During a pause, in which no call is captured, count this call and raise Unsupported.
 
-        The message is the reason of the pause. Outside of a pause this method does nothing.
-
-
-        If two threads call this method at once, they may be counted as one call.
+        The message is the reason of the pause. Outside of a pause this method does nothing. If two threads
+        call this method at once, they may be counted as one call.
         """
         calls, reason = self._pause
         if calls:
@@ -116,7 +115,7 @@ class Policy:
         self._refused.clear()
 
     def forget_if_moved(self, module: nn.Module) -> None:
-        """Call ``forget_kinds`` if the weights of ``module`` were moved since the last call of this method.
+        """Forget the earlier calls of ``module`` if its weights were moved since this method was last called.
 
         SDXL's pipeline, for example, converts its autoencoder before each decode, and so moves its weights.
         Then each call counts as the first of its kind. In the modes "auto" and "training" first calls are not
@@ -135,7 +134,7 @@ class Policy:
         _remember(self._called, key, (threading.get_ident(), 1))
 
     def check_offloaded(self, key: Any, module: nn.Module) -> None:
-        """Count this call if ``module`` is offloaded as a whole.
+        """Count this call if accelerate offloads ``module`` as a whole.
 
         Raises Unsupported if the weights were moved to the GPU only a few calls ago, so that a capture would
         hardly save its time. ``first_call`` must have been called for ``key``.

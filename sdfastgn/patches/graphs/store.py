@@ -28,7 +28,7 @@ class Store:
             capture is tried, and after ``clear``.
         survey: knows the module's layers with merged weights of adapters, as they were when ``watch`` was
             made.
-        captured, replays, dropped: counts since the module was optimized.
+        captured, replays, dropped: numbers of captures, replays and dropped graphs so far.
     """
 
     __slots__ = ("_graphs", "_replays_before", "backend", "captured", "dropped", "replays", "survey", "watch")

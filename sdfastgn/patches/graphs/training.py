@@ -1,8 +1,8 @@
-"""CUDA graphs for training: one graph of a call's forward, and one of its backward.
+"""Captures a call with gradients as two CUDA graphs: one of its forward, and one of its backward.
 
-What the forward saves for the backward is in memory of the graphs, and the next replay of the forward
-overwrites it. So after a replay, other calls that need the same graph run eagerly, until the backward of the
-replayed call has run or until its result is freed.
+The tensors that the forward saves for the backward are in memory of the graphs, and the next replay of the
+forward overwrites them. So after a replay, other calls that need the same graph run eagerly, until the
+backward of the replayed call has run or until the result of the replayed call is freed.
 
 The replay of the backward overwrites the saved tensors too: the backward writes its own results over those
 that it has already read. So a backward that runs again (``retain_graph=True``) first replays the forward.
@@ -104,7 +104,8 @@ class TrainingGraph:
         self._parameters = list(module.parameters())
         self._trained = _trained(module)
         self._places = [place for place, buffer in enumerate(buffers) if buffer.requires_grad]
-        # In a shared pool another graph could overwrite what the forward has saved for the backward.
+        # In a memory pool that other graphs use too, one of them could overwrite what the forward has saved
+        # for the backward.
         pool = backend.new_pool()
         with _aliased(module, self._trained) as trained, _checkpointed(module):
             self._forward = backend.capture(run, pool)
@@ -192,7 +193,7 @@ class TrainingGraph:
             kept = [grad for grad, is_kept in zip(received, self._is_differentiable, strict=True) if is_kept]
             for place, grad in zip(self._received, kept, strict=True):
                 place.zero_() if grad is None else place.copy_(grad)
-            if turn.is_done:  # its backward has overwritten what the forward had saved
+            if turn.is_done:  # an earlier backward of this call has overwritten what the forward had saved
                 self._forward.replay()
             turn.is_done = True
             self._backward.replay()
@@ -219,7 +220,7 @@ class TrainingGraph:
 class _Replayed(torch.autograd.Function):
     """Makes the replay of a ``TrainingGraph`` an operation of autograd.
 
-    Its inputs are the tensors that get gradients: parameters and arguments.
+    The inputs of this operation are the tensors that get gradients: parameters and arguments.
     """
 
     @staticmethod

@@ -186,9 +186,9 @@ class Watch:
         self._numbers, self._writes = Numbers(), Writes()
         self._cells, self._attributes, self._plain = Cells(), Attributes(_INERT, _ENTRIES), Values()
         self.factors = Factors()
-        # Quick comparisons come first: ``unchanged`` stops at the first one that finds a change.
-        # ``_memory`` comes before those that read tensors: if the memory of a tensor was freed, they must not
-        # run.
+        # Quick comparisons come first: ``unchanged`` stops at the first one that finds a change. The
+        # comparison of addresses, ``_memory``, comes before those that read tensors: if the memory of a
+        # tensor was freed, the tensor must not be read.
         self._comparisons: tuple[Comparison, ...] = (
             self._empty, self._types, self._held, self._memory, self._numbers, self._writes, self._cells,
             self._attributes, self.factors, self._plain,
@@ -312,7 +312,7 @@ class Watch:
         self._memory.add(tensor, path)
         # A capture may have stored the value of a CPU tensor, for instance as an argument of a kernel. Then
         # its value, or the number of writes into it, is watched too. A capture on a GPU may store the value
-        # of any CPU tensor. One on the CPU stores only values of 0-d tensors.
+        # of any CPU tensor. A capture on the CPU, as in tests, stores only values of 0-d tensors.
         if tensor.device.type != "cpu" or (tensor.dim() and not self._is_on_gpu):
             return
         if tensor.numel() <= _FEW:

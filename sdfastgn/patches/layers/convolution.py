@@ -4,7 +4,7 @@ Either the kernel that reads the result adds the bias (``conv_without_bias``), o
 and applies ReLU before it writes the result (``conv_relu``). ``pointwise`` computes 1x1 convolutions as
 matrix products. All three need a call on a GPU without gradients, and a plain ``nn.Conv2d``;
 ``conv_without_bias`` also takes a plain ``nn.Conv1d`` or ``nn.Conv3d``. Every other convolution, for example
-one with hooks, is called as in stock.
+one with hooks, is simply called.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ def pointwise_tokens(conv: Any, tokens: Tensor, H: int, W: int) -> Tensor:
 
 
 def _as_linear(conv: Any, x: Tensor, C: int) -> tuple[Tensor, Tensor | None] | None:
-    """Weight (C_out, C) and bias of the linear layer that computes ``conv`` of each pixel of x.
+    """The weight (C_out, C) and the bias of the linear layer that computes ``conv`` of each pixel of x.
 
-    None if x must be convolved. C: number of channels of x.
+    None if ``conv`` itself must be called. C: number of channels of x.
     """
     if not is_plain_conv(conv):
         return None

@@ -7,8 +7,8 @@ view of the allocation as the joined weight. So a write into a parameter takes e
 that a parameter was moved (``.to()``, ``param.data = ...``, ``load_state_dict(assign=True)``, offloading).
 
 The model's own parameters are never packed during a call of the model. Packing frees their old memory, and a
-CUDA graph that was captured earlier would still read it. New merged weights of adapters may be packed then,
-because no graph reads them yet.
+CUDA graph that was captured earlier would still read it. But new merged weights of adapters may be packed
+during a call, because no graph reads them yet.
 """
 
 from __future__ import annotations

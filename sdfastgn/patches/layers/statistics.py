@@ -90,7 +90,8 @@ def take_statistics(x: Tensor) -> Tensor | None:
 def emits(C: int, HW: int) -> bool:
     """True if code that writes a tensor of C channels and HW positions saves time by storing its statistics.
 
-    False in inference mode, in which tensors cannot have statistics.
+    False in inference mode: its tensors have no version counter, which would show that statistics are
+    outdated.
     """
     return statistics_pay(C, HW) and not torch.is_inference_mode_enabled()
 

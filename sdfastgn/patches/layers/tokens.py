@@ -42,7 +42,7 @@ _TRAINING_ELEMENTS = 2**24
 def linear_geglu(layer: Any, x: Tensor) -> Tensor:
     """Computes ``a * gelu(b)``, where a and b are the halves of ``layer(x)``.
 
-    If ``layer`` is plain, the kernel of GELU adds the layer's bias.
+    If ``layer`` is a plain ``nn.Linear``, the kernel that computes GELU also adds the layer's bias.
     """
     layer = plain_layer(layer)
     parameters = parameters_of_plain(layer)
@@ -96,9 +96,10 @@ def is_plain_norm(layer: Any) -> bool:
 def grouped_norm(
     layer: Any, x: Tensor, groups: Groups, residual: Tensor | None = None, *, total_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Computes the function ``grouped_layer_norm`` with the weight, bias and eps of the LayerNorm ``layer``.
+    """Computes the LayerNorm ``layer`` of x + residual, and adds vectors to groups of rows before and after.
 
-    ``is_plain_norm(layer)`` must be True.
+    Returns (the norm's result, the sum that is normalized, plus ``total_bias``). ``grouped_layer_norm`` has
+    the details. ``is_plain_norm(layer)`` must be True.
     """
     weight, bias = parameters_of(layer)
     return grouped_layer_norm(x, weight, bias, layer.eps, groups, residual=residual, total_bias=total_bias)
@@ -171,7 +172,7 @@ def _products_of(layers: list[Any] | None) -> list[fp8_product.ProductCall | Non
 def feed_forward_weights(
     layers: list[Any] | None, *, without_adapters: bool = False
 ) -> list[tuple[Any, Tensor]] | None:
-    """(layer, weight) of the two linear layers in a feed-forward network with GEGLU.
+    """Returns (layer, weight) for each of the two linear layers in a feed-forward network with GEGLU.
 
     None if the network does anything else in inference, or if one of the linear layers is not plain. For a
     layer with adapters, the layer in the result is the one inside of peft's wrapper.

@@ -3,7 +3,7 @@
 The weights of 2-D and 3-D convolutions become channels-last in place: the Parameter objects and their values
 stay the same. Each convolution remembers the former shape and strides of its weight. If a model begins with a
 2-D convolution, a hook on this convolution makes the input channels-last. A hook on the model's last 2-D
-convolution makes the output channels-first again, because callers of the stock model get that layout.
+convolution makes the output channels-first again, because callers of the original model get that layout.
 
 Channels-last is faster only where this project's kernels run. So a weight is converted if it is on a GPU and
 the kernels support its dtype. A weight that is not on a GPU yet is converted when the model is moved there.
@@ -32,8 +32,8 @@ from sdfastgn.patches.swap.class_forward import accelerate_hooks
 from sdfastgn.patches.swap.hooks import layout_hook, remove_hooks
 from sdfastgn.patches.swap.instance_entries import unguard
 
-# Key in the ``__dict__`` of a converted convolution. Its value is (shape, strides) of the stock weight.
-# Deep copies and pickles of the convolution have this entry too.
+# Key in the ``__dict__`` of a converted convolution. Its value is (shape, strides) of the weight before the
+# conversion. Deep copies and pickles of the convolution have this entry too.
 _STOCK_LAYOUT = "_sdfastgn_stock_layout"
 
 _FORMATS: dict[type[nn.Module], torch.memory_format] = {
@@ -63,8 +63,8 @@ def enter(conv: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         return None
     if dispatch.has_kernels(args[0]):
         return (args[0].contiguous(memory_format=torch.channels_last), *args[1:])
-    # If kernels are only off because of ``stock_code``, the weights stay as they are: CUDA graphs of the
-    # optimized model read them.
+    # Inside the context ``stock_code`` kernels are off, but only for a while. Then the weights stay as they
+    # are, because CUDA graphs of the optimized model read them.
     if _STOCK_LAYOUT in conv.__dict__ and not (torch.compiler.is_compiling() or dispatch.is_stock_code()):
         _lay_out_as_stock(conv)
     return None
@@ -147,7 +147,6 @@ def lay_out_weights(root: nn.Module) -> bool:
     """Make the weights of convolutions in ``root`` channels-last, if they are on a GPU.
 
     Returns True if a weight was converted.
-
 
     A convolution that was converted before stays as it is, because the user may have chosen another layout
     since, with ``.to(memory_format=...)``.
@@ -238,19 +237,20 @@ def converted_weights(module: nn.Module) -> int:
 
 
 def stock_strides(module: nn.Module, weight: Tensor) -> tuple[int, ...]:
-    """The strides that ``weight`` of ``module`` has in the stock model."""
+    """The strides that ``weight`` of ``module`` had before ``apply`` converted it."""
     shape, strides = vars(module).get(_STOCK_LAYOUT, (None, None))
     return strides if weight.shape == shape else weight.stride()
 
 
 def restore(module: nn.Module) -> None:
-    """Undo ``apply`` on ``module`` only: remove its hooks, and give its weight the stock strides again.
+    """Undo ``apply`` on ``module`` only: remove its hooks, and give its weight the former strides again.
 
     A weight that was replaced by one of another shape stays as it is.
     """
     remove_hooks(module, enter, leave)
     stop_following(module, _Apply)
-    # After Ctrl-C, the methods that ``guard`` has replaced may be all that is left to undo.
+    # ``apply`` has also replaced the methods that copy ``module``. After Ctrl-C they may be all that is left
+    # to undo.
     unguard(module)
     _unconvert(module)
 

@@ -1,8 +1,8 @@
-"""Models that ``optimize`` leaves as they are, because they would be slower or could be wrong.
+"""Finds models that ``optimize`` leaves as they are, because they would be slower or could be wrong.
 
 Some versions of cuDNN compute 3-D convolutions in bf16 wrongly, and need gigabytes more memory than others
 (https://github.com/pytorch/pytorch/issues/163539 and 166643). With these versions nothing is known about
-3-D convolutions in channels-last. So models that have such convolutions in bf16 keep stock's layout and code.
+3-D convolutions in channels-last. So models that have such convolutions in bf16 keep their layout and code.
 
 Video autoencoders that repeat the border of their 5-D tensors (HunyuanVideo 1.5, Mochi) call ``F.pad`` in
 mode "replicate" before each convolution. For channels-last tensors this ``F.pad`` is slow, and its result is
@@ -22,7 +22,7 @@ from torch import nn
 # The numbers are as in ``torch.backends.cudnn.version()``.
 _BAD_CUDNN = range(90800, 91500)
 
-# The reason to leave a model that repeats borders without a kernel.
+# The reason to leave a model as it is whose own code repeats the border of a video.
 SLOW_BORDERS = "its model is faster as it is: PyTorch repeats the border of a video slowly in channels-last"
 
 

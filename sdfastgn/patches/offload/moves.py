@@ -20,8 +20,8 @@ class Moves(InstanceEntry):
     """Replaces the method ``_apply`` of its module, which ``.to()`` and similar methods call.
 
     It runs the original method, with faster copies if the module is offloaded. Then it calls ``moved`` of
-    each ``MethodEntry`` of the module and its submodules. With ``recurse=False`` it only runs the original
-    method.
+    each object of sdfastgn that replaces a method of the module or of a submodule, such as a ``forward`` with
+    CUDA graphs. With ``recurse=False`` it only runs the original method.
     """
 
     __slots__ = ()
@@ -43,7 +43,7 @@ class Moves(InstanceEntry):
 
 
 def follow_moves(entry: InstanceEntry) -> None:
-    """Let ``entry`` replace the method ``_apply`` of its module, which ``.to()`` and similar methods call."""
+    """Let ``entry`` replace the method ``_apply`` of its module, which ``.to()`` and ``.half()`` call."""
     vars(entry.module)["_apply"] = entry
     guard(entry.module)
 

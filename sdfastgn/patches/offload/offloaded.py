@@ -49,7 +49,7 @@ class _Kept:
 
     Attributes:
         homes: id of a parameter -> a tensor in main memory with the parameter's values at its arrival.
-        sums: checksums of the parameters after their arrival, in the order of ``homes``. It is on the GPU.
+        sums: checksums of the parameters after their arrival, in the order of ``homes``, as a GPU tensor.
     """
 
     homes: dict[int, Tensor]
@@ -278,7 +278,7 @@ def _destination(fn: Callable[[Tensor], Tensor], weights: Collection[Tensor]) ->
             small = values.permute([order.index(axis) for axis in range(len(order))])
             copy = fn(small)
             is_same = (copy.dtype, copy.stride()) == (dtype, small.stride()) and _bits(copy) == _bits(small)
-        except Exception:  # memory is short, or ``fn`` knows only the tensors of the model
+        except Exception:  # memory is short, or ``fn`` cannot handle tensors that are not of the model
             return None
         if not is_same or (copy.device.type == "cpu" and (copy.is_pinned() or copy.is_shared())):
             return None

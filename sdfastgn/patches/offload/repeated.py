@@ -38,7 +38,7 @@ def _contents_of(*values: Any) -> list[tuple[Any, tuple[Any, ...]]]:
 
 
 def _refill(containers: list[tuple[Any, tuple[Any, ...]]]) -> None:
-    """Give each list and dict in place the items that ``_contents_of`` has recorded for it."""
+    """Put the items that ``_contents_of`` has recorded back into each list and dict."""
     for value, content in containers:
         if type(value) is list:
             value[:] = content

@@ -1,8 +1,9 @@
 """Makes objects that are not ``nn.Module``s faster, such as schedulers. (``ClassSwap`` is for modules.)
 
-A fused instance has a subclass of its stock class. The subclass has the name and the Python module of the
-stock class, because ``save_pretrained`` writes both and pipelines look them up. A new instance that is made
-with the subclass, as by ``type(pipe.scheduler).from_config(...)``, gets the stock class.
+The class of a fused instance is a subclass of its class in diffusers, its *stock* class. The subclass has the
+name and the Python module of the stock class, because ``save_pretrained`` writes both and pipelines look them
+up. A new instance that is made with the subclass, as by ``type(pipe.scheduler).from_config(...)``, gets the
+stock class.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class ObjectFusion:
         name: the fusion's name in reports.
         module: the ``__name__`` of the Python module in which this fusion is called ``FUSION``. Copies and
             pickles find the fusion there.
-        sources: the stock classes, and their methods that the fusion replaces or relies on. An object is only
-            fused if the installed code of these methods was tested for the object's class.
-        overrides: called with a stock class. Returns the attributes of the subclass that replaces it.
+        sources: the classes of diffusers, and their methods that the fusion replaces or relies on. An object
+            is only fused if the installed code of these methods was tested for the object's class.
+        overrides: called with a class of diffusers. Returns the attributes of the subclass that replaces it.
         heirs: True if instances of subclasses are fused too, provided that the subclasses inherit all methods
             in ``sources`` unchanged. False if only instances of the exact classes are fused.
     """

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sdfastgn.patches.swap.instance_entries import InstanceEntry, guard, unguard
 
-# A module's bound method ``forward``, or the ``GraphedForward`` that replaces it.
+# A module's bound method ``forward``, or the object with CUDA graphs that replaces this method.
 Forward = Callable[..., Any]
 Entry = TypeVar("Entry", bound="MethodEntry")
 

@@ -34,7 +34,7 @@ _MAX_WAIT = 30.0
 _LOOK_EVERY = 0.002
 # The key under which a module's ``__dict__`` has its ``_Gate`` during a change.
 # ``nn.Module.__call__`` calls the method of this name, and finds the gate before the class's method.
-# A hook cannot be the gate: fused code would take it for a hook of the user, and run the module as in stock.
+# A hook cannot be the gate: fused code would take it for a hook of the user, and would not fuse the module.
 _GATE = "_call_impl"
 # The code object of ``nn.Module.__call__``. Locals are only read from frames with this code, because reading
 # the locals of a frame a second time frees the values that the first reading returned. If one of them were a
@@ -44,18 +44,18 @@ _CALL = nn.Module.__call__.__code__
 # search from caller to caller does not find it.
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
-one_at_a_time = threading.RLock()  # held during a change of any model
+one_at_a_time = threading.RLock()  # held while classes or strides of any model are changed
 _change: _Change | None = None
 
 
 class _Change:
-    """A change of ``modules`` that has begun and is not done."""
+    """A change of the classes or strides of ``modules`` that has begun and is not done."""
 
     def __init__(self, modules: set[nn.Module]) -> None:
         self.owner = threading.get_ident()
         self.modules = modules
         self.done = threading.Event()
-        self.waiting: set[int] = set()  # ids of threads that wait in a ``_Gate``
+        self.waiting: set[int] = set()  # ids of threads whose calls wait for the end of the change
 
 
 class _Gate:
@@ -106,7 +106,7 @@ def set_call_entry(module: nn.Module, entry: Any) -> None:
 def undisturbed(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
     """A context inside which no other thread runs a module of ``roots``.
 
-    The caller must hold ``one_at_a_time``. Inside another ``undisturbed`` context it does nothing.
+    The caller must hold the lock ``one_at_a_time``. Inside another such context, this context does nothing.
 
     Args:
         call: the name of the public function that makes the change, for the error.
@@ -135,7 +135,9 @@ def undisturbed(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _with_owners(modules: set[nn.Module]) -> set[nn.Module]:
-    """``modules``, and all modules of each model with graphs or plans that contains one of ``modules``.
+    """Returns ``modules``, and all modules of each model with CUDA graphs that contains one of ``modules``.
+
+    Models whose calls run as plans (rewritten traces of their code) are treated like models with graphs.
 
     This avoids a deadlock. A call of a model with graphs holds the lock of its device, and a change needs
     this lock too. If a call took the lock and then waited at an inner module for the end of the change, the

@@ -201,7 +201,8 @@ def is_unhooked(*modules: nn.Module, except_for: Sequence[Callable[..., Any]] = 
     too.
     """
     for module in modules:
-        own = module.__dict__  # reading from it takes two thirds of the CPU time of ``module._forward_hooks``
+        # Reading the hooks from this dict takes two thirds of the CPU time of ``module._forward_hooks``.
+        own = module.__dict__
         if (
             (own["_forward_hooks"] and _has_others(own["_forward_hooks"], except_for))
             or (own["_forward_pre_hooks"] and _has_others(own["_forward_pre_hooks"], except_for))

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 Entry = TypeVar("Entry", bound="InstanceEntry")
-# Module -> its registered entries, by their ids.
+# Module -> {id: object}, for the registered objects in its ``__dict__`` that replace one of its methods.
 _registered: weakref.WeakKeyDictionary[nn.Module, weakref.WeakValueDictionary[int, InstanceEntry]] = (
     weakref.WeakKeyDictionary()
 )
@@ -53,7 +53,10 @@ class InstanceEntry:
 
     @classmethod
     def all_of(cls: type[Entry], module: nn.Module) -> list[Entry]:
-        """The registered entries of ``module`` of this class. Other code may have wrapped them."""
+        """The registered objects of this class that replace methods of ``module``.
+
+        Other code may have wrapped them, or taken them out of the module's ``__dict__``.
+        """
         entries = _registered.get(module)
         # ``valuerefs`` copies the dict in one step, because other threads may add entries during the loop.
         refs = () if entries is None else entries.valuerefs()
@@ -61,7 +64,7 @@ class InstanceEntry:
 
     @classmethod
     def owners(cls) -> list[nn.Module]:
-        """All modules in the process that have registered entries of this class."""
+        """All modules in the process of which a registered object of this class replaces a method."""
         modules = [module for ref in _registered.keyrefs() if (module := ref()) is not None]
         return [module for module in modules if cls.all_of(module)]
 

@@ -55,16 +55,16 @@ def upstream_name(cls: Any) -> str:
 
 @functools.cache
 def tested_versions() -> dict[str, dict[str, list[dict[str, str]]]]:
-    """The content of ``FILE``: name of a class -> name of a method -> its tested versions, oldest first.
+    """The content of tested_sources.json: name of a class -> name of a method -> its tested versions.
 
-    A version is a dict with its ``hash`` (as from ``source_hash``) and, if known, ``first_seen``: the first
-    release in which this code was seen.
+    The oldest version comes first. A version is a dict with the ``hash`` that ``source_hash`` returns for it
+    and, if known, ``first_seen``: the first release in which this code was seen.
     """
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
 def newest_release(package: str) -> str:
-    """The newest release of ``package`` (such as "diffusers") that has the tested versions in ``FILE``."""
+    """The newest release of ``package`` (such as "diffusers") in which a tested version was first seen."""
     releases = [
         version["first_seen"]
         for name, methods in tested_versions().items()
@@ -157,10 +157,10 @@ def _indent(line: str) -> int:
 
 
 def hash_of(definition: ast.FunctionDef) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of the code of ``definition``.
+    """The first 16 hexadecimal digits of the SHA-256 of the code of ``definition``.
 
-    Layout, comments, docstrings and annotations of signatures do not change the hash. All versions of Python
-    compute the same hash.
+    Whitespace, comments, docstrings and annotations of signatures do not change the hash. All versions of
+    Python compute the same hash.
     """
     return hashlib.sha256(_dump(computed(definition)).encode()).hexdigest()[:16]
 
