@@ -214,8 +214,8 @@ class GraphedForward(MethodEntry):
         # The object that runs calls as plans, which are rewritten traces of the module's code. ``planner``
         # makes this object.
         self._planned: Any = None
-        # Index of a state of the code (``States``) -> the object that serves calls in this state. State 0 is
-        # served by this object.
+        # Index of a state of the module's code (original, or with certain functions replaced) -> the
+        # ``GraphedForward`` that serves calls in this state. This object itself serves state 0.
         self._others: dict[int, GraphedForward] = {}
         self.eager: Counter[str] = Counter()
         self.mode: str | bool = False
@@ -767,7 +767,7 @@ class GraphedForward(MethodEntry):
 
 
 class _TrainingForward(GraphedForward):
-    """Runs the calls with gradients of a module whose ``GraphedForward`` has the mode ``"training"``."""
+    """Runs the calls with gradients of a module that was optimized with ``cuda_graphs="training"``."""
 
     __slots__ = ()
     _kind = TrainingGraph

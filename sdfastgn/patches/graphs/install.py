@@ -129,10 +129,12 @@ def wait_for_gpus(roots: Iterable[nn.Module]) -> None:
 
 
 def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, GraphedForward | None]]:
-    """Yields (``Graphs``, the ``GraphedForward`` or None) for each module in ``root`` that can have graphs.
+    """Yields a pair for each module in ``root`` that can have CUDA graphs.
 
-    A module inside of another one that can have graphs is left out. In mode "training" each module has a
-    second pair about its calls with gradients: (``Graphs``, None).
+    The pair has a description of the module's graphs (``Graphs``), and the object that runs the module's
+    calls (a ``GraphedForward``), or None if graphs are off. A module inside of another one that can have
+    graphs is left out. In mode "training" each module has a second pair about its calls with gradients:
+    (``Graphs``, None).
     """
     # ``reason_of_cudnn`` walks through the whole model, so it is called at most once.
     why_left = functools.cache(lambda: reason_of_cudnn(root.modules()))

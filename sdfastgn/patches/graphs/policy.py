@@ -39,7 +39,7 @@ _MAX_PAUSE = 256
 
 
 def count_reason(counts: Counter[str], reason: str) -> None:
-    """Count a call that ran neither as a CUDA graph nor as a plan, because of ``reason``."""
+    """Count a call that ran eagerly, and not as a CUDA graph or plan (rewritten trace), for ``reason``."""
     is_counted = reason in counts or len(counts) < MAX_REASONS
     counts[reason if is_counted else "other reasons"] += 1
 

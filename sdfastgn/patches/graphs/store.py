@@ -53,7 +53,10 @@ class Store:
         return self.replays - self._replays_before
 
     def begin(self, watch: Watch, survey: AdapterSurvey) -> None:
-        """Set the state (``watch``, ``survey``) of all graphs that will be added. The store must be empty."""
+        """Set ``watch`` and ``survey``, which record the state of the module for all graphs added later.
+
+        The store must be empty.
+        """
         self.watch, self.survey = watch, survey
         self._replays_before = self.replays
 

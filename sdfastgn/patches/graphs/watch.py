@@ -368,7 +368,7 @@ class Watch:
     def _see_container(self, path: str, value: Any, kind: str = "item") -> list[tuple[str, Any]]:
         """Record a container, and return (dotted path, item) for each of its items.
 
-        ``path``: the container's dotted path. ``kind``: as in ``Place``.
+        ``path``: the container's dotted path. ``kind``: the word for its items in messages.
         """
         place = self._place(path, "LoRA scale" if id(value) in self._lora_scales else kind, value)
         pairs = list(dict.items(value) if isinstance(value, dict) else enumerate(value))
@@ -398,7 +398,7 @@ def reason_of_error(error: Exception) -> str:
 
 
 class Comparison(Protocol):
-    """The type of ``Factors`` and of the classes in ``comparisons.py``: the methods that ``Watch`` calls."""
+    """The methods that each of the objects has in which a ``Watch`` records one kind of state."""
 
     def freeze(self) -> None: ...
 
@@ -408,7 +408,10 @@ class Comparison(Protocol):
 
 
 def attributes_of(module: nn.Module, *, is_root: bool) -> dict[str, Any]:
-    """The attributes of ``module`` that a Watch compares, without parameters, buffers, modules and hooks."""
+    """The attributes of ``module`` in which a Watch notices changes.
+
+    Parameters, buffers, child modules and hooks are not among them.
+    """
     inert = {*_INERT, *_ENTRIES, _OUR_ENTRY}
     if is_root:
         inert |= _NOTES | (_OF_OFFLOADING if is_offloaded_whole(module) else frozenset())

@@ -87,7 +87,9 @@ def norm_act(norm: Any, act: nn.Module, x: Tensor, reader: Any = None) -> Tensor
 
 
 def fused_norm(norm: Any, x: Tensor, activation: str, reader: Any, operands: dict[str, Any]) -> Tensor:
-    """Computes ``norm`` of x and the activation in one kernel. ``operands``: further ones of the kernel.
+    """Computes ``norm`` of x and the activation in one kernel.
+
+    ``operands``: further arguments of the function ``group_norm``, by keyword.
 
     ``reader``: the only layer that reads the result; None if other code may read the result.
     """

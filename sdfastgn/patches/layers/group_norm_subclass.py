@@ -1,7 +1,7 @@
 """Fuses known subclasses of ``nn.GroupNorm``: GroupNorm32, which casts to fp32, and timm's GroupNormAct.
 
 When the first instance of such a class is optimized, a fused subclass of the class is made. So a fused module
-is still an instance of its stock class.
+is still an instance of its original class.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _MadeLater(FusedGroupNorm):
     """Base class of the fused classes. It makes their instances picklable.
 
     The fused classes are made at run time, so unpickling cannot find them by name. A pickle of a fused module
-    contains the stock class instead, and unpickling makes the fused class again.
+    contains the original class instead, and unpickling makes the fused class again.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -87,7 +87,7 @@ class FusedGroupNormAct(_MadeLater):
 
 
 _FUSED: dict[str, type[FusedGroupNorm]] = {CAST: FusedGroupNorm32, NORM_ACT: FusedGroupNormAct}
-# Stock class -> its fused subclass.
+# Original class -> its fused subclass.
 _made: dict[type[nn.Module], type[nn.Module]] = {}
 
 

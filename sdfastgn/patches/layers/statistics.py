@@ -67,6 +67,8 @@ def _state_of(x: Tensor) -> tuple[Any, ...]:
 def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
     """Keep ``statistics`` of ``x`` for the norm that reads ``x``, and return ``x``.
 
+    Statistics are the mean and the sum of squared deviations of each channel.
+
     Call this function only if ``emits`` is True for the numbers of channels and positions of ``x``.
 
     ``statistics``: (2, N, P, C) fp32, where P is the number of parts into which the positions are split.
@@ -78,7 +80,10 @@ def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
 
 
 def take_statistics(x: Tensor) -> Tensor | None:
-    """Remove the statistics of ``x`` from the table and return them. None if they are missing or invalid."""
+    """Returns the mean and the squared deviations of each channel of x that ``store_statistics`` has stored.
+
+    They are removed from the table. None if they are missing or outdated.
+    """
     if torch.compiler.is_dynamo_compiling() or id(x) not in _stored:
         return None
     entry = _stored.pop(id(x), None)
@@ -124,7 +129,8 @@ def blend(
 ) -> Tensor:
     """Returns factors[0] * residual + factors[1] * (x + bias). Each sample has its own two factors.
 
-    On a GPU, without gradients, one kernel computes the result, and also its statistics if ``emits`` is True.
+    On a GPU, without gradients, one kernel computes the result. If storing statistics saves time (``emits``
+    in this file), it also computes the statistics, which are kept for the GroupNorm that reads the result.
 
     Args:
         x, residual: (N, C, *spatial).
@@ -147,7 +153,7 @@ def blend(
 def as_video(x: Tensor, frames: int) -> Tensor:
     """Returns x (N * frames, C, H, W) as a view (N, C, frames, H, W). The view is channels-last if x is.
 
-    If there are statistics of x, they are stored for the view.
+    If statistics of x are stored for the norm that reads x, they are stored for the view instead.
     """
     statistics = take_statistics(x)
     video = x.unflatten(0, (-1, frames)).transpose(1, 2)
@@ -166,7 +172,8 @@ def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     """Returns x + bias, where x (N, C, *spatial) is a convolution's result and bias is (C,), (N, C) or None.
 
     The sum may be written over x. On a GPU, without gradients, one kernel computes the sum. If storing
-    statistics saves time (``emits`` in this file), it also computes the statistics of the sum.
+    statistics saves time (``emits`` in this file), it also computes the statistics, which are kept for the
+    GroupNorm that reads the sum.
     """
     if bias is None or not (dispatch.is_plain_inference(x, (bias,)) and _fits(x, bias) and is_dense(x)):
         return _with_bias(x, bias)
@@ -194,7 +201,8 @@ def cat(a: Tensor, b: Tensor) -> Tensor:
     """Returns ``torch.cat((a, b), dim=1)`` for tensors (N, C, *spatial).
 
     For channels-last tensors on a GPU, without gradients, one kernel copies a and b. If storing statistics
-    saves time (``emits`` in this file), it also computes the statistics of the result.
+    saves time (``emits`` in this file), it also computes the statistics, which are kept for the GroupNorm
+    that reads the result.
     """
     if not (dispatch.is_plain_inference(a, (b,)) and _join(a, b)):
         return torch.cat((a, b), dim=1)

@@ -283,9 +283,9 @@ def _lay_out(weight: Tensor, stride: tuple[int, ...]) -> None:
     """Give a dense ``weight`` the strides ``stride``.
 
     The weight stays at its address unless it shares its memory with another tensor. So CUDA graphs, which
-    read this address, stay usable although ComfyUI restores the stock strides after a run and converts the
-    weight again before the next run. At every moment the weight has the right values, so Ctrl-C cannot spoil
-    it.
+    read this address, stay usable although in ComfyUI the weights get their former strides after each run,
+    and are converted again before the next run. At every moment the weight has the right values, so Ctrl-C
+    cannot spoil it.
     """
     in_place = is_alone(weight)
     # PyTorch allows writes into an inference tensor only in inference mode. Inference mode must be off for

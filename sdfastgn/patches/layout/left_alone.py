@@ -27,7 +27,7 @@ SLOW_BORDERS = "its model is faster as it is: PyTorch repeats the border of a vi
 
 
 def reason_to_leave(modules: Collection[nn.Module]) -> str | None:
-    """Why ``optimize`` must leave the model of ``modules`` as it is; None if it may change the model."""
+    """Why ``optimize`` must not change the model that consists of ``modules``; None if it may."""
     reason = reason_of_cudnn(modules)
     if reason is not None:
         return reason

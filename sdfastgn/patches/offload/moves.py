@@ -1,8 +1,8 @@
 """Notices when a module moves to another device or dtype: ``Moves`` replaces its method ``_apply``.
 
 ``.to()``, ``.half()`` and similar methods call ``_apply`` to move or convert a module's tensors. ``Moves``
-does this faster if the module is an offloaded model (``offloaded.py``). It also tells the module's CUDA
-graphs and plans about each move.
+does this faster if the module is an offloaded model (``offloaded.py``). It also tells the objects that run
+the module's calls as CUDA graphs, or as rewritten traces, about each move.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def stop_following(module: nn.Module, kind: type[InstanceEntry]) -> None:
     if type(vars(module).get("_apply")) is kind:
         del vars(module)["_apply"]
         unguard(module)
-        forget(module)  # no later move would free the memory that is kept for ``module``
+        # Frees the main memory that is kept for weights of ``module``, because no later move will free it.
+        forget(module)
 
 
 def follow(module: nn.Module) -> None:

@@ -128,7 +128,7 @@ def _note_returns(root: nn.Module, returned: dict[int, nn.Parameter]) -> None:
 def _keep(root: nn.Module, arrived: list[tuple[nn.Parameter, Tensor]]) -> None:
     """Keep main memory of weights that have just arrived on a GPU, and compute their checksums.
 
-    ``arrived``: (weight, its main memory) for each of them.
+    ``arrived``: a pair (weight, its main memory) for each of these weights.
     """
     if arrived and dispatch.is_on():
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -164,7 +164,10 @@ def _is_large(weight: Tensor) -> bool:
 
 
 def _homes(root: nn.Module, at_home: dict[int, nn.Parameter]) -> dict[int, Tensor]:
-    """Returns {id of a parameter: its memory} for the weights ``at_home`` of ``root`` that may be kept."""
+    """Returns {id of a parameter: its main memory} for the weights whose main memory may be kept.
+
+    It may then be kept while ``root`` is on the GPU. ``at_home``: the weights of ``root`` in main memory.
+    """
     returned = _returned.get(root, {})
     return {
         key: weight.data
@@ -215,9 +218,10 @@ def _has_arrived(weight: Tensor, home: Tensor, device: torch.device | None) -> b
 
 
 def _may_be_copy(weight: Tensor, home: Tensor) -> bool:
-    """True if ``weight``, on a GPU, has dtype, shape and strides of ``home``, and ``checksums`` can read it.
+    """True if ``weight``, on a GPU, may be compared with ``home``, its copy in main memory, by checksums.
 
-    ``checksums`` can read a weight that has no gaps in memory and whose address is aligned.
+    That is, both have the same dtype, shape and strides, and ``weight`` has no gaps in memory and an aligned
+    address.
     """
     is_readable = _is_dense(weight) and weight.data_ptr() % _ALIGNMENT == 0
     is_same = (weight.dtype, weight.shape, weight.stride()) == (home.dtype, home.shape, home.stride())

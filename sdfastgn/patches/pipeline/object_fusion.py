@@ -39,7 +39,7 @@ class ObjectFusion:
     sources: tuple[TestedSource, ...]
     overrides: Callable[[Any], dict[str, Any]]
     heirs: bool = False
-    _class_of: dict[type, type] = field(default_factory=dict)  # stock class -> its subclass
+    _class_of: dict[type, type] = field(default_factory=dict)  # class of diffusers -> its fused subclass
 
     def claims(self, part: object) -> bool:
         """True if a report lists ``part`` under this fusion: as fused, fusable, or skipped."""
@@ -68,7 +68,7 @@ class ObjectFusion:
         part.__class__ = self._class_for(type(part))
 
     def undo(self, part: Any) -> None:
-        """Give ``part`` its stock class again if it has the fused class; else do nothing."""
+        """Give ``part`` its original class again if it has the fused class; else do nothing."""
         if self.is_applied(part):
             part.__class__ = type(part).__base__
 
@@ -91,14 +91,14 @@ class ObjectFusion:
         @functools.wraps(stock.__init__)
         def init(part: Any, *args: Any, **kwargs: Any) -> None:
             stock.__init__(part, *args, **kwargs)
-            self.undo(part)  # ``optimize`` was not called for a new instance, so it gets the stock class
+            self.undo(part)  # ``optimize`` was not called for a new instance: it gets the original class
 
         def reduce_ex(part: Any, protocol: Any) -> Any:
             make, arguments, *state = stock.__reduce_ex__(part, max(int(protocol), 2))
             if not self.is_applied(part):  # part's class is a subclass by other code, which pickle can find
                 return (make, arguments, *state)
-            # Pickle finds a class by its name. The fused class and the stock class have the same name, by
-            # which pickle would find the stock class.
+            # Pickle finds a class by its name. The fused class and the original class have the same name, by
+            # which pickle would find the original class.
             return (_new, (self.module, stock), *state)
 
         names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}

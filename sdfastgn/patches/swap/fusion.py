@@ -109,7 +109,7 @@ class ClassSwap:
         restore_class(module)
 
 
-# Fused class -> the stock class that it replaces.
+# Fused class -> the class of diffusers, ComfyUI or PyTorch that the fused class replaces.
 _stock_of: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -124,12 +124,12 @@ def register_fused(fused: type[nn.Module], stock: type[nn.Module]) -> None:
 
 
 def stock_class(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module``, or the stock class that it replaces if it is a fused class."""
+    """The class of ``module``. If this is a fused class, the original class that the fused class replaces."""
     return _stock_of.get(type(module), type(module))
 
 
 def restore_class(module: nn.Module) -> None:
-    """Give ``module`` its stock class again if it has a fused class; else do nothing."""
+    """Give ``module`` its original class again if it has a fused class; else do nothing."""
     stock = _stock_of.get(type(module))
     if stock is not None:
         change_class(module, stock)
