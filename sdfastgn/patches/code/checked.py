@@ -82,7 +82,7 @@ def check_calls(root: nn.Module, compared: Collection[nn.Module] = ()) -> None:
 
 
 def stop_checking(modules: Iterable[nn.Module]) -> None:
-    """Undo ``check_calls`` for ``modules``."""
+    """Undo ``check_calls``: calls of ``modules`` no longer look for replaced functions."""
     for module in modules:
         if type(call_entry(module)) is Checked:
             set_call_entry(module, None)

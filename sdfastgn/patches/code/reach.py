@@ -94,7 +94,8 @@ class Reach:
         for module in root.modules():
             self._classes[type(module)] = None
             self._packages |= {package_of(type(module).__module__)} - _NOT_READ
-            for value in list(vars(module).values()):  # other threads may add attributes meanwhile
+            # The values are copied first, because other threads may add attributes during the loop.
+            for value in list(vars(module).values()):
                 self._see_object(value, _DEPTH)
         self._settle()
 

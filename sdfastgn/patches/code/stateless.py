@@ -40,12 +40,12 @@ _WRITES = {
 }
 # Builtin functions that set attributes or globals whose names the bytecode does not show.
 _WRITERS = frozenset(("setattr", "delattr", "globals", "exec", "eval"))
-# Modules whose functions may return something else at each call.
+# Python modules of the standard library whose functions may return something else at each call.
 _CHANGING = frozenset(
     ("random", "time", "datetime", "os", "posix", "nt", "secrets", "uuid", "threading", "_thread")
 )
-# Packages whose code is not checked. They compute on arrays, types and texts, and keep nothing between calls
-# that changes a result.
+# Packages whose code is trusted to keep no state between calls that changes a result. They compute on arrays,
+# types and texts.
 _STATELESS = frozenset(("einops", "numpy", "packaging", "torchvision", "typing_extensions"))
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 # A container with more items is not taken for a table of constants, because comparing it takes long.

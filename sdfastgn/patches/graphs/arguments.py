@@ -73,7 +73,8 @@ class _Spec(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    is_lazy: bool = False  # True for a conjugate or negative view (``is_conj``, ``is_neg``)
+    # True if the tensor is a conjugate or negative view: PyTorch computes its values only when they are read.
+    is_lazy: bool = False
 
 
 class Call:
@@ -293,7 +294,8 @@ def mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
         return kind([mapped(item, fn) for item in value])
     if kind is dict:
         return {key: mapped(item, fn) for key, item in value.items()}
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):  # for example a BaseOutput of diffusers
+    # The output of a model of diffusers (a BaseOutput) is both a dataclass and a dict.
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         names = [field.name for field in dataclasses.fields(kind)]
         return kind(**{name: mapped(getattr(value, name), fn) for name in names})
     raise Unsupported(f"it returns a {kind.__name__}")

@@ -242,7 +242,9 @@ def _refuse_writes(watch: Watch, module: nn.Module, writes: list[int], is_argume
     """
     if not watch.unchanged(module):
         raise Unsupported("its forward changes the model")
-    if watch.writes() != writes:  # a replay would repeat these writes, even if its result is discarded
+    # A replay of the graph would repeat the writes into the model's tensors, even if the result of the replay
+    # is discarded because the model has changed.
+    if watch.writes() != writes:
         raise Unsupported("its forward writes into its own tensors")
     if is_argument_written:
         raise Unsupported("its forward writes into its arguments")
@@ -398,7 +400,8 @@ class CudaBackend:
             # ends this state.
             self._pool = None
             if not end_pool(self._device.index, pool):
-                return  # the allocator already knows that the capture has ended; the graph frees its pool
+                # The allocator knows already that the capture has ended. The graph will free its memory pool.
+                return
             # The graph is kept alive, because the allocator of pinned memory has a callback that reads the
             # graph.
             self._broken.append(graph)
@@ -448,7 +451,8 @@ def pool_sizes() -> Counter[tuple[int, ...]]:
     """Returns {id of a memory pool of CUDA graphs: its size in bytes}; empty if PyTorch reports no sizes."""
     sizes: Counter[tuple[int, ...]] = Counter()
     if torch.cuda.get_allocator_backend() != "native":
-        return sizes  # cudaMallocAsync, ComfyUI's default, raises an error in ``memory_snapshot``
+        # ``memory_snapshot`` raises an error if the allocator is cudaMallocAsync, as by default in ComfyUI.
+        return sizes
     for segment in torch.cuda.memory_snapshot():
         sizes[tuple(segment["segment_pool_id"])] += segment["total_size"]
     del sizes[_NO_POOL]
@@ -477,7 +481,7 @@ def _renew_locks() -> None:
         backend.lock = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):  # Windows has no fork
+if hasattr(os, "register_at_fork"):  # Windows has no fork and lacks this function
     os.register_at_fork(after_in_child=_renew_locks)
 
 

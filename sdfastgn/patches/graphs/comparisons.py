@@ -36,7 +36,7 @@ _FLOAT_DIGITS = 6
 
 
 class Types:
-    """Checks that objects keep their classes."""
+    """Checks that objects of a model keep their classes."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
@@ -64,7 +64,8 @@ class _Containers:
 
     def __init__(self, is_same: Callable[[Any, Any], Any]) -> None:
         self._is_same = is_same
-        self._items: list[Any] = []  # for each container, an iterable of its present items
+        # For each recorded list, tuple, set or dict, an iterable of the items that it has now.
+        self._items: list[Any] = []
         self._places: list[Place | None] = []
 
     def add(self, items: Any, place: Place | None) -> None:
@@ -98,7 +99,7 @@ class _Containers:
 
 
 class Empty(_Containers):
-    """Checks that containers stay empty."""
+    """Checks that lists, sets and dicts of a model stay empty."""
 
     def __init__(self) -> None:
         super().__init__(operator.is_)
@@ -108,7 +109,7 @@ class Empty(_Containers):
 
 
 class Identities(_Containers):
-    """Checks that the items of containers stay the same objects."""
+    """Checks that the items of a model's lists, tuples, sets and dicts stay the same objects."""
 
     def __init__(self) -> None:
         super().__init__(operator.is_)
@@ -125,7 +126,7 @@ class Identities(_Containers):
 
 
 class Values(_Containers):
-    """Checks that the items of containers stay equal."""
+    """Checks that the items of a model's lists, tuples, sets and dicts stay equal."""
 
     def __init__(self) -> None:
         super().__init__(operator.eq)
@@ -147,7 +148,7 @@ class Attributes:
         self._plain_dicts = plain_dicts
         self._dicts: list[dict[str, Any]] = []
         self._places: list[Place] = []
-        self._skipped: list[Collection[str]] = []  # for each module, the attributes that are not compared
+        self._skipped: list[Collection[str]] = []  # for each module, names of attributes that may change
         self._getters: list[Callable[[Any], Any]] = []
         self._getter_of: dict[tuple[str, ...], Callable[[Any], Any]] = {}
         # ``_holders``: the ``__dict__`` of each module that has attributes that are dicts.
@@ -205,7 +206,7 @@ def _is_equal(old: Any, new: Any) -> Any:
 
 
 class Cells:
-    """Checks that variables in closures stay the same objects."""
+    """Checks that variables in closures keep the same objects as their values."""
 
     def __init__(self) -> None:
         self._cells: list[types.CellType] = []

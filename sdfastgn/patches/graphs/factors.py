@@ -66,7 +66,8 @@ class Factor(float):
         *tensors, factor = args
         if not isinstance(factor, cls):
             raise TypeError(f"{func.__name__} reads a number that a graph takes as an input")
-        if factor._thread != threading.get_ident():  # this thread runs eagerly while another one captures
+        # In a thread other than the capturing one, the model runs eagerly and needs a plain number.
+        if factor._thread != threading.get_ident():
             return func(*tensors, float(factor), **(kwargs or {}))
         x = tensors[0]
         value = factor._memory if x.dtype in _WIDE else factor._rounded
@@ -282,7 +283,8 @@ class Factors:
 
         def put_back() -> None:
             with contextlib.suppress(LookupError):
-                if container[key] is factor:  # else another thread has set a new value, which must stay
+                # If another thread has set a new value during the capture, this value stays.
+                if container[key] is factor:
                     container[key] = value
 
         container[key] = factor

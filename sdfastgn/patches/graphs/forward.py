@@ -221,7 +221,8 @@ class GraphedForward(MethodEntry):
         self.mode: str | bool = False
         self.training: _TrainingForward | None = None
         self.set_mode(mode)
-        if states is None:  # otherwise another ``GraphedForward`` calls this one, and only that is registered
+        # If ``states`` is given, another ``GraphedForward`` calls this one, and only the other is registered.
+        if states is None:
             self.register()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -326,7 +327,8 @@ class GraphedForward(MethodEntry):
         except torch.OutOfMemoryError:
             reason = NO_MEMORY
             _free_memory()
-            self._policy.pause_without_memory()  # even if there were no graphs to drop
+            # For a while no call is captured, even if there were no graphs whose memory could be freed.
+            self._policy.pause_without_memory()
         count_reason(self.eager, reason)
         self._check_code(as_stock)
         return self._run_eagerly(module, args, kwargs, as_stock)
@@ -395,7 +397,8 @@ class GraphedForward(MethodEntry):
             options = *self._options, self._states, index
             other = type(self)(self.module, self.mode, self._backend, *options, self.planner)
             other.eager = self.eager
-            other = self._others.setdefault(index, other)  # another thread may have been faster
+            # If another thread has meanwhile added an object for the same state, that object is used.
+            other = self._others.setdefault(index, other)
         other.mode = self.mode
         return other
 
@@ -720,7 +723,8 @@ class GraphedForward(MethodEntry):
             self._policy.model_changed(store.replays_of_state)
             self._drop_changed(module, watch, survey.reason)
             raise _Outdated
-        if store.survey not in (None, survey):  # another thread has captured the module meanwhile
+        # The store has another survey if another thread has captured the module meanwhile.
+        if store.survey not in (None, survey):
             raise _Outdated
         self._policy.check_pause()
         if watch is not None and watch.reason is not None:

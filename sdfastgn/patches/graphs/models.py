@@ -73,14 +73,14 @@ _DECODERS = {
     "diffusers.models.autoencoders.autoencoder_kl_hunyuanimage.HunyuanImageDecoder2D": Decoder(
         512 * 1024, scale=32
     ),
-    # The limit is a video of 25 frames (4 frames of latents) with 512 x 704 pixels. With tiling, calls for
-    # the tiles of a larger video are graphs.
+    # Calls for more than 25 frames (4 frames of latents) with 512 x 704 pixels run eagerly. With tiling, the
+    # decoder is called for each tile of a larger video, and these calls become graphs.
     "diffusers.models.autoencoders.autoencoder_kl_ltx.LTXVideoDecoder3d": Decoder(4 * 512 * 704, scale=32),
-    # The limit is a video of 17 frames (3 frames of latents) with 480 x 832 pixels.
+    # Calls for more than 17 frames (3 frames of latents) with 480 x 832 pixels run eagerly.
     "diffusers.models.autoencoders.autoencoder_kl_cosmos.CosmosDecoder3d": Decoder(3 * 480 * 832, scale=8),
-    # For the next three decoders the limit is one tile of 256 x 256 pixels with one frame of latents. A call
-    # with more frames, or with 512 x 512 pixels, keeps the GPU busy anyway: a graph saved at most 3 % on an
-    # H100.
+    # The decoders of HunyuanVideo and of HunyuanImage's refiner run eagerly, except in calls for one tile of
+    # 256 x 256 pixels with one frame of latents. A call with more frames, or with 512 x 512 pixels, keeps the
+    # GPU busy anyway: a graph saved at most 3 % of the time on an H100.
     "diffusers.models.autoencoders.autoencoder_kl_hunyuan_video.HunyuanVideoDecoder3D": Decoder(
         256 * 256, scale=8
     ),
@@ -210,7 +210,7 @@ def method_of(module: nn.Module) -> str:
 
 
 def scratch_of(module: nn.Module) -> frozenset[str]:
-    """The attributes of ``module`` that each call sets before it reads them (``Decoder.scratch``)."""
+    """Names of the attributes of ``module`` that each call sets before it reads them."""
     decoder = _DECODERS.get(_class_name(module))
     return frozenset() if decoder is None else decoder.scratch
 

@@ -20,11 +20,13 @@ from sdfastgn.patches.swap.class_forward import is_offloaded_whole
 
 # The reason given for calls that run eagerly because memory was too short for graphs.
 NO_MEMORY = "memory was short"
-# The reason given for an offloaded model's second to sixth call of a kind, which are too early for a capture.
+# The reason given for the second to sixth call after an offloaded model was moved to the GPU. They are not
+# captured, because an image of few steps would not save the time that its capture takes.
 FEW_CALLS = "it is offloaded, and a capture takes as long as several calls"
 # Maximum number of reasons that are counted separately. Further reasons are counted as "other reasons".
 MAX_REASONS = 64
-# Maximum number of kinds of calls that are remembered. A model has more only if its calls hardly repeat.
+# Maximum number of kinds of calls that are remembered. (One CUDA graph serves all calls of a kind.) A model
+# has more kinds only if its calls hardly repeat.
 _MAX_REMEMBERED = 64
 # Graphs that were replayed fewer times than this before the model changed had a short life. If this happens
 # several times in a row, the model is not captured for a while.
@@ -63,17 +65,20 @@ class Policy:
         # Kind of call -> (the thread that made its first call, number of its calls). Removed when a call of
         # this kind is captured.
         self._called: OrderedDict[Any, tuple[int, int]] = OrderedDict()
-        self._refused: OrderedDict[Any, str] = OrderedDict()  # kind of call -> why it is not captured
-        self._rehearsed: OrderedDict[Any, None] = OrderedDict()  # kinds of calls whose kernels are compiled
-        self._pause: tuple[int, str] = (0, "")  # number of calls left in the pause, and its reason
+        # Kind of call -> why calls of this kind are not captured.
+        self._refused: OrderedDict[Any, str] = OrderedDict()
+        # Kinds of calls whose kernels were compiled ahead of a call.
+        self._rehearsed: OrderedDict[Any, None] = OrderedDict()
+        # Number of further calls in which nothing is captured, and the reason for this pause.
+        self._pause: tuple[int, str] = (0, "")
         # How many times in a row the model changed before its graphs had saved the time of their captures.
         self._short_lives = 0
-        self._short_memory = 0  # how many times memory was short
-        # Memory of the module's first weight at the last call of ``forget_if_moved``.
+        self._short_memory = 0  # how many pauses began because memory was short
+        # Weak reference to the memory that the module's first weight had when ``forget_if_moved`` last ran.
         self._storage: StorageWeakRef | None = None
         self.last_change = ""
 
-    # ---- pauses
+    # ---- pauses, in which no call is captured
 
     def model_changed(self, replays: int, fewest: int = _SHORT_LIFE) -> None:
         """Record that the model has changed after ``replays`` replays of its graphs.
@@ -107,7 +112,7 @@ class Policy:
             self._pause = (calls - 1, reason)
             raise Unsupported(reason)
 
-    # ---- kinds of calls
+    # ---- kinds of calls (one graph serves all calls of a kind)
 
     def forget_kinds(self) -> None:
         """Forget which kinds of calls were made before, and which were refused: the model has changed."""

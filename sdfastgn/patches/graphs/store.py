@@ -38,7 +38,8 @@ class Store:
         self.watch: Watch | None = None
         self.survey: AdapterSurvey | None = None
         self.captured = self.replays = self.dropped = 0
-        self._graphs: OrderedDict[Any, AnyGraph] = OrderedDict()  # least recently used graph first
+        # Kind of call -> its graph. The least recently used graph comes first.
+        self._graphs: OrderedDict[Any, AnyGraph] = OrderedDict()
         self._replays_before = 0
 
     def __len__(self) -> int:

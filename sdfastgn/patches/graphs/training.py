@@ -124,7 +124,9 @@ class TrainingGraph:
         plain = {id(tensor): tensor.detach() for tensor in outputs}
         self._forward.output = mapped(self._forward.output, lambda tensor: plain[id(tensor)])
         self._outputs = list(plain.values())
-        self._turn: weakref.ref[_Turn] | None = None  # the last replay of the forward
+        # The call whose forward was replayed last. The reference is weak: autograd keeps the call alive as
+        # long as its backward may run.
+        self._turn: weakref.ref[_Turn] | None = None
 
     @staticmethod
     def warm_up(module: nn.Module, buffers: list[Tensor], run: Callable[[], Any]) -> None:
@@ -316,7 +318,10 @@ def _run_checkpointed(is_reentrant: bool, block: Callable[..., Any], *args: Any)
 
 
 def _dependents(ends: list[Tensor], wanted: list[Tensor]) -> list[set[int]]:
-    """For each tensor of ``wanted``, the indices of those tensors in ``ends`` that were computed from it."""
+    """For each tensor of ``wanted``, the indices of the outputs in ``ends`` that were computed from it.
+
+    ``wanted``: the parameters and arguments that get gradients.
+    """
     found: dict[int, set[int]] = {id(tensor): set() for tensor in wanted}
     for place, end in enumerate(ends):
         seen: set[Any] = set()
@@ -333,7 +338,7 @@ def _dependents(ends: list[Tensor], wanted: list[Tensor]) -> list[set[int]]:
 
 
 def _gradients(ends: list[Tensor], wanted: list[Tensor], received: list[Tensor]) -> tuple[Tensor | None, ...]:
-    """The gradients of ``wanted``. ``received``: the gradients of ``ends``.
+    """The gradients of ``wanted``. ``received``: the gradients of the outputs ``ends``.
 
     PyTorch runs all backwards of a GPU in one thread of its own. Here this backward runs in the caller's
     thread, because PyTorch's thread may be waiting for the lock that the caller holds.

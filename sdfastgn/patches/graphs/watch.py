@@ -198,7 +198,7 @@ class Watch:
         for weight in () if survey is None else survey.parameters:
             self._memory.add(weight, "merged weights of adapters")
         for walked in (self._seen, self._objects, self._keys, self._lora_scales, self._merged, self._apart):
-            walked.clear()  # only ``_walk`` needs these collections
+            walked.clear()  # these collections were only needed to visit all objects of the model
         self._root_values = _own_values(root, self._unwatched_in_root)
         if self.reason is not None:  # if a tensor is the reason, it may have no address to be read
             for tensors in (self._memory, self._numbers, self._writes):
@@ -251,7 +251,8 @@ class Watch:
             return difference_of(Place("", "attribute", {}, ()), before, now, operator.is_)
 
         for difference in (*(comparison.difference for comparison in self._comparisons), own_attributes):
-            with contextlib.suppress(Exception):  # a comparison may raise, as described in ``unchanged``
+            # A comparison raises, for example, if an attribute was removed.
+            with contextlib.suppress(Exception):
                 found = difference()
                 if found is not None:
                     return found
@@ -375,7 +376,7 @@ class Watch:
         if isinstance(value, (dict, list, set)):
             items: Any = value
             if isinstance(value, dict):
-                self._plain.add(value, None)  # compares the keys; the values are added below
+                self._plain.add(value, None)  # this compares the keys of the dict; its values are added below
                 items = dict.values(value)
             if not pairs:
                 self._empty.add(value, place)

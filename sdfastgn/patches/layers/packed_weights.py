@@ -48,7 +48,8 @@ def plain_parameters(linears: Sequence[Any]) -> Parameters | None:
     for linear in linears:
         if type(linear) is not nn.Linear:
             return None
-        parameters = linear._parameters  # faster than ``linear.weight``, which takes a microsecond
+        # Reading ``_parameters`` is faster than reading ``linear.weight``, which takes a microsecond.
+        parameters = linear._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias")
         if weight is None:
             return None

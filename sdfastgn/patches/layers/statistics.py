@@ -40,7 +40,8 @@ class _Key(weakref.ref[Tensor]):
 
 class _Entry(NamedTuple):
     key: _Key
-    state: tuple[Any, ...]  # ``_state_of(x)`` at the time of ``store_statistics(x, ...)``
+    # The state of the tensor (``_state_of``) when its statistics were stored.
+    state: tuple[Any, ...]
     statistics: Tensor
 
 

@@ -179,7 +179,9 @@ def feed_forward_weights(
 
     ``without_adapters``: True returns the own weight of such a layer, False its merged weight.
     """
-    from diffusers.models.activations import GEGLU  # ComfyUI, which has no FP8 products, may lack diffusers
+    # The import is here, because diffusers may not be installed beside ComfyUI, where this function is not
+    # called.
+    from diffusers.models.activations import GEGLU
 
     if layers is None or len(layers) < 2 or stock_class(layers[0]) is not GEGLU or not is_unhooked(layers[0]):
         return None

@@ -80,12 +80,12 @@ def leave(conv: Any, args: Any, output: Any) -> Any:
 
 
 def is_entry(path: str, module: nn.Module) -> bool:
-    """True if ``module``, at the dotted ``path``, is a first 2-D convolution of a model."""
+    """True if ``module``, at the dotted ``path``, is the first 2-D convolution of a model."""
     return isinstance(module, nn.Conv2d) and _path_in_model(path).endswith(_ENTRIES)
 
 
 def is_exit(path: str, module: nn.Module) -> bool:
-    """True if ``module``, at the dotted ``path``, is a last 2-D convolution of a model."""
+    """True if ``module``, at the dotted ``path``, is the last 2-D convolution of a model."""
     return isinstance(module, nn.Conv2d) and _path_in_model(path).endswith(_EXITS)
 
 
@@ -222,7 +222,9 @@ def _new_format(module: nn.Module) -> torch.memory_format | None:
         or not weight.is_floating_point()
         or 0 in weight.stride()
     ):
-        return None  # a quantized weight has another shape or dtype; an expanded one has a stride of 0
+        # A weight with another number of axes or an integer dtype is quantized. A stride of 0 means that the
+        # weight is expanded.
+        return None
     return None if weight.is_contiguous(memory_format=memory_format) else memory_format
 
 
@@ -276,7 +278,8 @@ def _unconvert(module: nn.Module) -> None:
         # more input channels for inpainting. The old strides do not fit the shape of the new weight.
         if weight is not None and weight.shape == layout[0] and weight.stride() != layout[1]:
             _lay_out(weight, layout[1])
-    del vars(module)[_STOCK_LAYOUT]  # this is the last step, so ``restore`` can be repeated after Ctrl-C
+    # The record of the former layout is deleted last, so that ``restore`` can be repeated after Ctrl-C.
+    del vars(module)[_STOCK_LAYOUT]
 
 
 def _lay_out(weight: Tensor, stride: tuple[int, ...]) -> None:

@@ -49,7 +49,7 @@ def follow_moves(entry: InstanceEntry) -> None:
 
 
 def stop_following(module: nn.Module, kind: type[InstanceEntry]) -> None:
-    """Undo ``follow_moves`` if ``_apply`` of ``module`` is an entry of the class ``kind``."""
+    """Let ``module`` run its own ``_apply`` again, if an object of exactly the class ``kind`` replaces it."""
     if type(vars(module).get("_apply")) is kind:
         del vars(module)["_apply"]
         unguard(module)
@@ -64,7 +64,7 @@ def follow(module: nn.Module) -> None:
 
 
 def unfollow(module: nn.Module) -> None:
-    """Undo ``follow``. An entry of another class stays."""
+    """Let ``module`` run its own ``_apply`` again, if a ``Moves`` replaces it. A subclass of it stays."""
     stop_following(module, Moves)
 
 

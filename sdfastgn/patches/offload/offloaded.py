@@ -122,7 +122,8 @@ def _note_returns(root: nn.Module, returned: dict[int, nn.Parameter]) -> None:
         return
     stays = any(id(weight) in kept.homes and _is_on_gpu(weight) for weight in root.parameters())
     if returned or not stays or not is_offloaded_whole(root):
-        _kept.pop(root, None)  # nothing is left to remove if another thread has called ``forget``
+        # The default None is for the case that another thread has freed the kept memory already.
+        _kept.pop(root, None)
 
 
 def _keep(root: nn.Module, arrived: list[tuple[nn.Parameter, Tensor]]) -> None:
@@ -157,7 +158,8 @@ def _is_at_home(weight: Tensor) -> bool:
 def _is_large(weight: Tensor) -> bool:
     if type(weight) is not nn.Parameter or weight.layout is not torch.strided:
         return False
-    if weight.is_conj() or weight.is_neg():  # its memory has the values before conjugation or negation
+    # The memory of such a weight has the values before conjugation or negation, so it cannot be copied as is.
+    if weight.is_conj() or weight.is_neg():
         return False
     size = weight.numel() * weight.element_size()
     return size >= _MIN_BYTES and size % _WORD == 0

@@ -22,7 +22,8 @@ def until_it_fits(
         except torch.OutOfMemoryError:
             if not free():
                 raise
-        _refill(containers)  # the failed call may have changed arguments: diffusers' UNet pops from a list
+        # The failed call may have changed its arguments: diffusers' UNet removes items from a list.
+        _refill(containers)
 
 
 def _contents_of(*values: Any) -> list[tuple[Any, tuple[Any, ...]]]:

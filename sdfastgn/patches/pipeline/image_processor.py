@@ -61,7 +61,8 @@ def _bytes_of(processor: Any, image: Tensor, do_denormalize: Any) -> Any:
         unit = processor._denormalize_conditionally(image, do_denormalize)
         has_nan = unit.isnan().any()
         pixels = unit.permute(0, 2, 3, 1).float().mul_(255).round_().to(torch.uint8).contiguous().cpu()
-    except torch.OutOfMemoryError:  # an image that was decoded in tiles may be too large for one tensor more
+    # If an image was decoded in tiles, there may be too little memory for further tensors of its size.
+    except torch.OutOfMemoryError:
         return None
     # If there are NaNs, diffusers' own code must run, because numpy then warns.
     return None if has_nan.item() else pixels.numpy()

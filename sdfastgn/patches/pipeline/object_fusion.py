@@ -16,7 +16,7 @@ from typing import Any
 
 from sdfastgn.patches.swap.tested_sources import TestedSource, unknown_source
 
-_MARK = "_sdfastgn_fusion"  # attribute of a fused class, whose value is the fusion's name
+_MARK = "_sdfastgn_fusion"  # the attribute of a fused class that holds the name of the fusion
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ObjectFusion:
     _class_of: dict[type, type] = field(default_factory=dict)  # class of diffusers -> its fused subclass
 
     def claims(self, part: object) -> bool:
-        """True if a report lists ``part`` under this fusion: as fused, fusable, or skipped."""
+        """True if ``sdfastgn.report`` lists ``part`` under this fusion: as fused, fusable, or skipped."""
         is_stock = self._source_of(type(part)) is not None
         return is_stock or self.is_applied(part) or self.is_over_applied(part)
 
@@ -95,7 +95,8 @@ class ObjectFusion:
 
         def reduce_ex(part: Any, protocol: Any) -> Any:
             make, arguments, *state = stock.__reduce_ex__(part, max(int(protocol), 2))
-            if not self.is_applied(part):  # part's class is a subclass by other code, which pickle can find
+            # Other code has derived the class of ``part`` from the fused class. Pickle can find that class.
+            if not self.is_applied(part):
                 return (make, arguments, *state)
             # Pickle finds a class by its name. The fused class and the original class have the same name, by
             # which pickle would find the original class.

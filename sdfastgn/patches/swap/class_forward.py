@@ -81,7 +81,7 @@ class MethodEntry(InstanceEntry):
         guard(self.module)
 
     def take_off(self) -> None:
-        """Undo ``put``."""
+        """Let the module run its own method again instead of this object."""
         module, self.is_on = self.module, False
         self.unregister()
         if vars(module).get(self.method) is self and not self.replaces_entry:
@@ -196,7 +196,8 @@ def _rebound(value: Any, old: Forward, new: Forward) -> list[Any]:
         kept += value
     if isinstance(value, types.FunctionType):
         for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # raised by a variable of the closure that is not set
+            # A variable of the closure that was not set yet raises ValueError.
+            with contextlib.suppress(ValueError):
                 if _same(cell.cell_contents, old):
                     cell.cell_contents = new
                 kept.append(cell.cell_contents)

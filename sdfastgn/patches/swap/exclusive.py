@@ -55,7 +55,7 @@ class _Change:
         self.owner = threading.get_ident()
         self.modules = modules
         self.done = threading.Event()
-        self.waiting: set[int] = set()  # ids of threads whose calls wait for the end of the change
+        self.waiting: set[int] = set()  # ids of the threads in which calls wait for the end of the change
 
 
 class _Gate:
@@ -157,7 +157,8 @@ def _wait_for_others(call: str, change: _Change) -> None:
                 f"sdfastgn.{call}: thread {names.get(thread, thread)!r} has been running "
                 f"{type(module).__name__} for {_MAX_WAIT:g} s. Nothing was changed; try again when it is done"
             )
-        change.done.wait(_LOOK_EVERY)  # always times out, because ``done`` is set after the change
+        # This only sleeps: ``done`` is set later, at the end of the change.
+        change.done.wait(_LOOK_EVERY)
 
 
 def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
@@ -167,7 +168,8 @@ def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
     the end of the change.
     """
     was_enabled = gc.isenabled()
-    gc.disable()  # a garbage collection could let other threads run while their frames are read
+    # A garbage collection could let other threads run while this thread reads their frames.
+    gc.disable()
     try:
         for thread in list(sys._current_frames()):
             if thread != change.owner and thread not in change.waiting:

@@ -30,7 +30,7 @@ class Fusion(Protocol):
         """The methods of diffusers or ComfyUI that the fusion replaces or relies on."""
 
     def claims(self, module: nn.Module) -> bool:
-        """True if a report lists ``module`` under this fusion: as fused, fusable, or skipped."""
+        """True if ``sdfastgn.report`` lists ``module`` under this fusion: as fused, fusable, or skipped."""
 
     def is_applied(self, module: nn.Module) -> bool: ...
 

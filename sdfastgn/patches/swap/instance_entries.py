@@ -142,7 +142,10 @@ def guard(module: nn.Module) -> None:
 
 
 def unguard(module: nn.Module) -> None:
-    """Undo ``guard``, unless another ``InstanceEntry`` in ``module`` still needs it."""
+    """Put back the methods that copy ``module``, which ``guard`` has replaced.
+
+    They stay replaced if ``module`` still has another ``InstanceEntry``, which copies must not get.
+    """
     entries = _entries_of(module)
     if entries <= GUARDS.keys():
         for name in entries:
