@@ -21,7 +21,7 @@ from sdfastgn.patches.swap.exclusive import call_entry, set_call_entry
 from sdfastgn.patches.swap.fusion import stock_class
 from sdfastgn.patches.swap.instance_entries import InstanceEntry, guard, unguard
 
-# The method of a module that ``nn.Module.__call__`` calls.
+# The name of the method that ``nn.Module.__call__`` calls.
 CALL = "_call_impl"
 
 

@@ -104,7 +104,7 @@ class Reach:
         return package_of(module) in self._packages or str(module).startswith(_READ_OF_TORCH)
 
     def compared(self) -> list[Entry]:
-        """The entries that must stay as they are: all but globals that the code sets, such as counters."""
+        """The names whose values must stay the same: all but globals that the code sets, such as counters."""
         return [e for e in list(self.entries.values()) if (id(e.holder), e.name) not in self._stored]
 
     def forget(self, entries: Iterable[Entry]) -> None:

@@ -31,7 +31,7 @@ from sdfastgn.patches.code.reach import BUILTIN, MISSING, Reach, content_of, fun
 from sdfastgn.patches.code.reading import names_in
 from sdfastgn.patches.swap.numpy_numbers import is_numpy_constant
 
-# Instructions that set an attribute or a global, and words for it.
+# Bytecode instruction that sets or deletes an attribute or a global -> words for what it does.
 _WRITES = {
     "STORE_ATTR": "sets the attribute",
     "DELETE_ATTR": "deletes the attribute",

@@ -171,7 +171,7 @@ def is_graphable(module: nn.Module) -> bool:
 
 
 def numbers_of(module: nn.Module) -> dict[str, Number] | None:
-    """Name -> ``Number``, for each argument of ``module`` that may be a number.
+    """Returns {name: ``Number``} for each argument of ``module`` that may be a number.
 
     None if calls of ``module`` never become graphs.
     """

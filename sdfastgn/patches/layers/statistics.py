@@ -45,7 +45,8 @@ class _Entry(NamedTuple):
     statistics: Tensor
 
 
-# Id of a tensor -> its entry. PyTorch's WeakTensorKeyDictionary would take 20 times as long.
+# Id of a tensor -> its stored statistics. A lookup in PyTorch's WeakTensorKeyDictionary would take 20 times
+# as long.
 _stored: dict[int, _Entry] = {}
 
 

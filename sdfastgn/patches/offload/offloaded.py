@@ -232,7 +232,7 @@ def _may_be_copy(weight: Tensor, home: Tensor) -> bool:
 
 def _is_dense(weight: Tensor) -> bool:
     """True if ``weight`` has no gaps in memory, and no elements that share memory."""
-    # ``empty_like`` preserves the strides of exactly these tensors.
+    # ``empty_like`` preserves the strides of such a tensor, and changes those of any other.
     return torch.empty_like(weight, device="meta").stride() == weight.stride()
 
 
