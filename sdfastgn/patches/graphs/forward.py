@@ -80,7 +80,7 @@ class _Outdated(Exception):  # noqa: N818  # not an error: the call starts again
 
 
 class _CodeChanged(Exception):  # noqa: N818  # not an error: the call starts again
-    """Raised if other code has replaced functions that a call runs before the call has returned a result."""
+    """Raised if, during a call, other code has replaced functions that the call runs, or put them back."""
 
 
 class Planner(NamedTuple):
