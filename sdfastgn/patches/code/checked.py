@@ -1,4 +1,4 @@
-"""Looks at code and adapters of optimized modules once in each outermost call that is no CUDA graph's.
+"""Finds replaced functions and new adapters at each outermost call of an optimized model without CUDA graphs.
 
 ``Checked`` replaces ``_call_impl`` of a module, which ``nn.Module.__call__`` calls. It does not replace
 ``forward``, because fused code does not run modules whose forward was replaced.
@@ -21,24 +21,27 @@ from sdfastgn.patches.swap.exclusive import call_entry, set_call_entry
 from sdfastgn.patches.swap.fusion import stock_class
 from sdfastgn.patches.swap.instance_entries import InstanceEntry, guard, unguard
 
-# The method of a module that ``nn.Module.__call__`` calls.
+# The name of the method that ``nn.Module.__call__`` calls.
 CALL = "_call_impl"
 
 
 class Checked(InstanceEntry):
-    """Replaces ``_call_impl`` of its module.
+    """Replaces ``_call_impl`` of its module, and so runs at each call of the module.
 
-    Calls merge adapters that are new. They run stock's code while parts of that are replaced. If memory is
-    short, they free the merged weights.
+    New adapters are merged into the weights. While other code has replaced functions that fused blocks would
+    ignore, the call runs without fused blocks. If memory is short, merged weights are freed, and the call is
+    made again.
 
-    ``compares``: False if nothing in the module is fused. Then code is compared once adapters are merged.
+    ``compares``: False if nothing in the module is fused. Then calls look for replaced functions only after
+    adapters were merged.
     """
 
     __slots__ = ("_call", "_states")
 
     def __init__(self, module: nn.Module, compares: bool = True) -> None:
         super().__init__(module)
-        # torch.compile cannot read the method from a class that diffusers has allowed in graphs.
+        # The method is read here, because torch.compile cannot read it from a class that diffusers has marked
+        # with ``allow_in_graph``.
         self._call = type(module)._call_impl
         self._states = States(module) if compares else None
 
@@ -61,12 +64,13 @@ def _has_fused(root: nn.Module) -> bool:
 
 
 def check_calls(root: nn.Module, compared: Collection[nn.Module] = ()) -> None:
-    """Compare the code in calls of ``root``, and of the modules in it that other code may call by themselves.
+    """Let each call of ``root``, and each call of its children, look for replaced functions.
 
-    These are the children of ``root``: an autoencoder's ``decode`` calls its decoder. Modules without fused
-    parts are left as they are, except for a ``root`` that may get adapters. Idempotent.
+    Children are included, because they may be called on their own: an autoencoder's ``decode`` calls its
+    decoder. Modules without fused parts are left as they are, except for a ``root`` that may get adapters. A
+    second call of this function changes nothing.
 
-    ``compared``: modules whose calls already compare their own code and the code of the modules in them.
+    ``compared``: modules whose calls already look for replaced functions, also for the modules in them.
     """
     for module in () if root in compared else entrances(root):
         if call_entry(module) is not None or module in compared:
@@ -78,7 +82,7 @@ def check_calls(root: nn.Module, compared: Collection[nn.Module] = ()) -> None:
 
 
 def stop_checking(modules: Iterable[nn.Module]) -> None:
-    """Undo ``check_calls`` for ``modules``."""
+    """Undo ``check_calls``: calls of ``modules`` no longer look for replaced functions."""
     for module in modules:
         if type(call_entry(module)) is Checked:
             set_call_entry(module, None)
@@ -86,7 +90,7 @@ def stop_checking(modules: Iterable[nn.Module]) -> None:
 
 
 def entrances(root: nn.Module) -> Iterator[nn.Module]:
-    """``root`` and its children. For a ModuleList or ModuleDict, the modules in it."""
+    """Yields ``root`` and its children. A ModuleList or ModuleDict is replaced by the modules in it."""
     yield root
     children = list(root.children())
     for child in children:

@@ -1,8 +1,9 @@
 """Finds out whether the code that a model depends on has changed since it was read.
 
 The comparison asks whether each name still has the value that ``reach.py`` has found: functions, classes,
-modules, numbers and flags. It also looks into the functions, because ``f.__code__ = ...`` leaves
-the name as it is. The loops run in C: the 535 names of SD1.5's UNet take 0.15 ms on an H200's host.
+modules, numbers and flags. It also looks into the functions: after ``f.__code__ = ...``, the name ``f`` still
+has the same function as its value. The loops run in C: the 535 names of SD1.5's UNet take 0.15 ms on an
+H200's host.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _inside: Callable[[Any], tuple[Any, ...]] = operator.attrgetter("__code__", "__d
 
 
 class Guard:
-    """The code on which calls of the model ``root`` depend, as it was when the guard was made."""
+    """Records the code on which calls of the model ``root`` depend, and later finds out what has changed."""
 
     def __init__(self, root: nn.Module) -> None:
         self._reach = Reach()
@@ -33,12 +34,12 @@ class Guard:
         return self._reach.compared()
 
     def forget(self, entries: Iterable[Entry]) -> None:
-        """Compare ``entries`` no more."""
+        """Stop comparing the names ``entries``."""
         self._reach.forget(entries)
         self._freeze()
 
     def see(self, root: nn.Module) -> None:
-        """Add what ``root`` depends on now. The caller has checked that ``same`` is True."""
+        """Also record the code on which calls of ``root`` depend now. Before, ``same`` must be True."""
         before = len(self._reach.entries), len(self._reach.functions)
         self._reach.see_model(root)
         if before != (len(self._reach.entries), len(self._reach.functions)):
@@ -59,12 +60,12 @@ class Guard:
             return False
 
     def changed(self) -> list[Entry]:
-        """The names that have other values now."""
+        """The recorded names that have other values now."""
         found = [(entry, entry.namespace.get(entry.name, MISSING)) for entry in self.entries]
         return [entry for entry, value in found if _differs(entry.value, value)]
 
     def changed_inside(self) -> list[str]:
-        """The functions whose code, defaults or closure is another one now."""
+        """The functions whose code, defaults or closure was replaced, in words."""
         inside = [f for f, before in self._inside_of if _differs(before, _inside(f))]
         closures = [f for f, cell, before in self._content_of_cells if content_of(cell) is not before]
         return [

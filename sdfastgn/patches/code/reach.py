@@ -1,8 +1,8 @@
 """Finds what the code of a model depends on besides tensors: functions, and all that they read by name.
 
-``Reach.see_model`` reads the bytecode of stock's forward of each module in a model, of the functions that it
-names, and so on. Nothing is run: no memory, no GPU and no random numbers are needed, and hooks and counters
-of other code notice nothing.
+``Reach.see_model`` reads the bytecode of the original (not fused) forward of each module in a model, of the
+functions that this forward names, of the functions that those name, and so on. Nothing is run: no memory, no
+GPU and no random numbers are needed, and hooks and counters of other code notice nothing.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _OPERATORS = frozenset(
     if each.startswith("__") and callable(getattr(operator, each))
     for name in (each, f"__r{each[2:]}")
 )
-# A dict with more entries is no table of functions.
+# A dict with more entries is not taken for a table of functions, so its entries are not compared.
 _MAX_TABLE = 64
-# Objects in attributes of objects are followed so deep.
+# Number of levels to which objects in attributes of objects are searched for code.
 _DEPTH = 3
 # Types of most attributes of modules. Their code cannot be replaced.
 BUILTIN = frozenset(
@@ -49,13 +49,14 @@ BUILTIN = frozenset(
 
 
 class Entry(NamedTuple):
-    """One thing that code reads by name.
+    """A name that code reads, and the value that the name had.
 
     Attributes:
-        holder: the class that has it, or the dict: of a Python module, or one that the code names.
-        name: its key there.
-        value: its value when it was seen; ``MISSING`` if there was none, so that a later one counts.
-        owner: the name of the module or class, for messages.
+        holder: where the name is looked up: a class, the dict of a Python module, or another dict.
+        name: the attribute of the class, or the key in the dict.
+        value: the value when the code was read; ``MISSING`` if the name did not exist. A name that is added
+            later then counts as a change.
+        owner: the name of the Python module or class, for messages.
     """
 
     holder: Any
@@ -65,7 +66,7 @@ class Entry(NamedTuple):
 
     @property
     def words(self) -> str:
-        """How messages name it, such as "torch.nn.functional.interpolate"."""
+        """The dotted name for messages, such as "torch.nn.functional.interpolate"."""
         return f"{self.owner}.{self.name}"
 
     @property
@@ -74,46 +75,54 @@ class Entry(NamedTuple):
 
 
 class Reach:
-    """All that some code depends on, as ``Entry`` objects, and the functions among their values."""
+    """Collects the names that code of models reads, as ``Entry`` objects, and the functions among them."""
 
     def __init__(self) -> None:
         self.entries: dict[tuple[int, Any], Entry] = {}
         self.functions: dict[int, types.FunctionType] = {}
-        self._stored: set[tuple[int, str]] = set()  # (id of a module's globals, name that its code sets)
+        # A pair for each global that code sets: (id of the dict of globals, name).
+        self._stored: set[tuple[int, str]] = set()
         self._packages = set(_READ)
-        self._is_in_model = True  # False while a replacement from a package that is not read is read
+        # False while a function of an unknown package is read: it has replaced a function of the model.
+        self._is_in_model = True
         self._attributes: set[str] = set()
         self._classes: dict[type, None] = {torch.Tensor: None}
         self._settled = (0, 0)
 
     def see_model(self, root: nn.Module) -> None:
-        """Add what calls of ``root`` and of the modules in it run if they run stock's code."""
+        """Add the functions that calls of ``root`` run without fused blocks, and all names that they read."""
         for module in root.modules():
             self._classes[type(module)] = None
             self._packages |= {package_of(type(module).__module__)} - _NOT_READ
-            for value in list(vars(module).values()):  # other threads may add attributes meanwhile
+            # The values are copied first, because other threads may add attributes during the loop.
+            for value in list(vars(module).values()):
                 self._see_object(value, _DEPTH)
         self._settle()
 
     def _is_read(self, module: Any) -> bool:
-        """True if what functions of the Python module ``module`` name counts too."""
+        """True if the bytecode of functions in the Python module ``module`` is read."""
         return package_of(module) in self._packages or str(module).startswith(_READ_OF_TORCH)
 
     def compared(self) -> list[Entry]:
-        """The entries that must stay as they are: all but globals that the code sets, such as counters."""
+        """The names whose values must stay the same: all but globals that the code sets, such as counters."""
         return [e for e in list(self.entries.values()) if (id(e.holder), e.name) not in self._stored]
 
     def forget(self, entries: Iterable[Entry]) -> None:
-        """Compare ``entries`` no more."""
+        """Stop comparing the names ``entries``."""
         self._stored |= {(id(entry.holder), entry.name) for entry in entries}
 
     def _see_object(self, value: Any, depth: int) -> None:
-        """Read the function, or note the class of the object, in an attribute or in an object in one."""
+        """Read the code of ``value``: its bytecode if it is a function, else the methods of its class.
+
+        ``value``: the value of a module's attribute, or an object in attributes of this value. ``depth``: to
+        how many further levels attributes of ``value`` are searched.
+        """
         kind = type(value)
         if kind in BUILTIN or isinstance(value, (nn.Module, torch.Tensor)):
             return
         function = function_in(value)
-        if function is not None:  # a ``Watch`` compares the function itself
+        # Which function an attribute of a module holds is compared elsewhere (``graphs/watch.py``).
+        if function is not None:
             self._read_function(function)
         elif package_of(kind.__module__) not in _NOT_READ:
             self._classes[kind] = None
@@ -174,9 +183,10 @@ class Reach:
         self._read_function(function)
 
     def _read_function(self, function: types.FunctionType) -> None:
-        """Read ``function`` if it is of a package that is read.
+        """Read the bytecode of ``function`` if its package is one whose code is read.
 
-        Also if it is of another package and code of a model names it: then it replaces something.
+        A function of any other package is read too if code of the model names it, because it then replaces a
+        function of the model.
         """
         module = function.__globals__.get("__name__")
         is_replacement = self._is_in_model and package_of(module) not in _NOT_READ
@@ -199,7 +209,7 @@ class Reach:
             value = content_of(cells[first])
         elif first in names:
             value = self._see_entry(names, first, str(names.get("__name__")))
-        else:  # a builtin
+        else:  # the name is a builtin, such as ``len``
             return
         for part in rest:
             if isinstance(part, Item):
@@ -226,7 +236,7 @@ class Reach:
         return MISSING
 
 
-# The flag of classes that Python code has defined. Attributes of others cannot be replaced.
+# The flag of classes that Python code has defined. Attributes of other classes cannot be replaced.
 _IS_HEAP_TYPE = 1 << 9
 
 

@@ -11,13 +11,14 @@ import functools
 import types
 from typing import Any, NamedTuple
 
-# Instructions that put the value of a name on the stack. LOAD_DEREF does so for variables of closures.
+# Bytecode instructions that put the value of a name on the stack. LOAD_DEREF does so for closure variables.
 _NAMES = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"))
-# Instructions that replace the last value on the stack by an attribute of it. Python 3.12 has no LOAD_METHOD.
+# Bytecode instructions that replace the last value on the stack by an attribute of this value. Python 3.12
+# has no LOAD_METHOD.
 _ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
-# Instructions that set a global or a variable of a closure.
+# Bytecode instructions that set a global or a variable of a closure.
 _STORES = frozenset(("STORE_GLOBAL", "STORE_DEREF"))
-# Instructions that may stand between two parts of ``a.b["c"]`` without changing the value.
+# Bytecode instructions that may stand between two parts of ``a.b["c"]`` without changing the value.
 _NEUTRAL = frozenset(("PUSH_NULL", "CACHE", "EXTENDED_ARG", "NOP", "PRECALL"))
 
 
@@ -28,7 +29,7 @@ class Item(NamedTuple):
 
 
 class Names(NamedTuple):
-    """What a code object names.
+    """The names that a code object reads and sets.
 
     Attributes:
         chains: tuples. Each begins with the name of a global or of a variable of a closure. The attributes
@@ -44,7 +45,7 @@ class Names(NamedTuple):
 
 @functools.cache
 def names_in(code: types.CodeType) -> Names:
-    """What ``code`` and the functions that are defined in it name."""
+    """The names that ``code``, and the functions that are defined in it, read and set."""
     chains: set[tuple[Any, ...]] = set()
     attributes: set[str] = set()
     stored: set[str] = set()

@@ -31,19 +31,19 @@ OWN = sys.stdlib_module_names | {
 }
 # Functions that were written in C. They may lack the name of their module.
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-# Fused forwards call these functions too, so a replacement acts on them as on stock's.
+# Fused forwards call these functions by name, as diffusers' own forwards do. So they also call a replacement.
 _CALLED_BY_FUSED = ((vars(F), "scaled_dot_product_attention"),)
 
 
 def replaced_in(entries: Iterable[Entry]) -> list[str]:
-    """The names of all replaced code among ``entries`` that fused forwards would ignore."""
+    """The names among ``entries`` that other code has replaced by code that fused forwards would not call."""
     return [entry.words for entry in entries if _is_foreign(entry) and not _is_honoured(entry)]
 
 
 def ignored(changed: Iterable[Entry]) -> list[str]:
     """The names among ``changed`` whose new values fused forwards would ignore.
 
-    ``changed``: entries of a state without replaced code whose values are other ones now.
+    ``changed``: entries that were recorded when no code was replaced, and that have other values now.
     """
     return [
         entry.words
@@ -56,7 +56,7 @@ def ignored(changed: Iterable[Entry]) -> list[str]:
 
 
 def is_counter(entry: Entry) -> bool:
-    """True if ``entry`` is a counter, flag or cache: data that functions of the same Python module set."""
+    """True if ``entry`` is data that functions of its own Python module set: a counter, flag or cache."""
     values = entry.value, entry.namespace.get(entry.name, MISSING)
     is_data = not any(_is_callable(value) for value in values if value is not MISSING)
     return (
@@ -67,18 +67,24 @@ def is_counter(entry: Entry) -> bool:
 
 
 def _is_wrapper(entry: Entry, value: Any) -> bool:
-    """True if ``value`` was put into the place of ``entry`` by another package of ``OWN``."""
+    """True if ``value`` is a function of another package in ``OWN`` than the package of ``entry``.
+
+    The packages in ``OWN`` replace functions of each other without changing what these compute.
+    """
     package = "" if function_in(value) is None else package_of(_written_in(value))
     return package in OWN and package != package_of(_module_of(entry.holder))
 
 
 def _is_honoured(entry: Entry) -> bool:
-    """True if fused forwards call the function ``entry`` by its name, as stock's forwards do."""
+    """True if fused forwards call the function ``entry`` by its name, as diffusers' own forwards do."""
     return any(entry.holder is holder and entry.name == name for holder, name in _CALLED_BY_FUSED)
 
 
 def _is_foreign(entry: Entry) -> bool:
-    """True if the value of ``entry`` is code that was written for another place."""
+    """True if other code has replaced the function or class that ``entry`` names.
+
+    The value then comes from an unknown package, or is a method of another class.
+    """
     value = entry.value
     if value is MISSING or isinstance(value, types.ModuleType) or not _is_callable(value):
         return False
@@ -119,7 +125,7 @@ def _written_in(value: Any) -> str:
 
 @functools.cache
 def _names_of(module: str) -> tuple[frozenset[str], frozenset[str]]:
-    """(names that a Python module imports, names that its functions set with ``global``)"""
+    """Returns (names that a Python module imports, names that its functions set with ``global``)."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError, TypeError, SyntaxError):
@@ -131,14 +137,14 @@ def _names_of(module: str) -> tuple[frozenset[str], frozenset[str]]:
             imported |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.Global):
             changed |= set(node.names)
-    for node in ast.walk(tree):  # ``name = package.function``
+    for node in ast.walk(tree):  # an assignment such as ``name = package.function`` counts as an import
         if isinstance(node, ast.Assign) and _first_name(node.value) in imported:
             imported |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return frozenset(imported), frozenset(changed)
 
 
 def _first_name(node: ast.expr) -> str:
-    """``a`` of the expressions ``a`` and ``a.b.c``; empty for others."""
+    """Returns ``a`` for the expressions ``a`` and ``a.b.c``, and an empty text for other expressions."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""

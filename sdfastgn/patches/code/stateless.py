@@ -1,12 +1,12 @@
-"""Finds out whether code of an unknown package could compute something else in the next call.
+"""Finds out whether code of an unknown package could compute something else in the next call of a model.
 
 It could if it sets globals, attributes or variables of its closure, if it refers to an object that may change
 and lives longer than a call, or if it asks for random numbers or the time. Nothing is run.
 
 Lists, dicts and sets that live longer than a call may be tables of constants, or caches. So their items are
-compared: a ``CodeState`` notices when they change, and undoes what a trace changes. It also notices when a
-global that such code reads gets another value. Containers in attributes of modules are not compared here,
-because a ``Watch`` compares them.
+compared: a ``CodeState`` notices when the items change, and undoes changes that a trace of the model makes.
+It also notices when a global that such code reads gets another value. Containers in attributes of modules are
+compared elsewhere (``graphs/watch.py``).
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from sdfastgn.patches.code.reach import BUILTIN, MISSING, Reach, content_of, fun
 from sdfastgn.patches.code.reading import names_in
 from sdfastgn.patches.swap.numpy_numbers import is_numpy_constant
 
-# Instructions that set an attribute or a global, and words for it.
+# Bytecode instruction that sets or deletes an attribute or a global -> words for what it does.
 _WRITES = {
     "STORE_ATTR": "sets the attribute",
     "DELETE_ATTR": "deletes the attribute",
     "STORE_GLOBAL": "sets the global",
     "DELETE_GLOBAL": "deletes the global",
 }
-# Builtin functions that set attributes and globals without such an instruction.
+# Builtin functions that set attributes or globals whose names the bytecode does not show.
 _WRITERS = frozenset(("setattr", "delattr", "globals", "exec", "eval"))
-# Modules whose functions may return something else at each call.
+# Python modules of the standard library whose functions may return something else at each call.
 _CHANGING = frozenset(
     ("random", "time", "datetime", "os", "posix", "nt", "secrets", "uuid", "threading", "_thread")
 )
-# Packages that may run in addition to the caller's. They compute on arrays, types and texts, and keep
-# nothing that changes a result.
+# Packages whose code is trusted to keep no state between calls that changes a result. They compute on arrays,
+# types and texts.
 _STATELESS = frozenset(("einops", "numpy", "packaging", "torchvision", "typing_extensions"))
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
-# A container with more items is no table of constants, and takes long to compare.
+# A container with more items is not taken for a table of constants, because comparing it takes long.
 _MAX_ITEMS = 10_000
 _BOUND = (types.MethodType, types.BuiltinFunctionType)
 _Cached = type(functools.cache(lambda: None))
@@ -75,17 +75,19 @@ def packages_of(root: nn.Module) -> frozenset[str]:
 
 
 class CodeState:
-    """What code of packages other than ``known`` reads in calls of ``root``, and what could change.
+    """Finds code of packages other than ``known`` in calls of ``root``, and the state that this code reads.
 
     Attributes:
-        reason: what such code could change between calls; None if nothing that is not compared.
+        reason: why such code could have another result in a later call, without this object noticing it.
+            None if it could not.
         functions: the functions of such code.
-        packages: ``packages_of(root)``; empty if functions of such code give a reason.
+        packages: the packages of the modules in ``root`` and of the objects in their attributes. Empty if
+            ``reason`` is about a function.
     """
 
     def __init__(self, root: nn.Module, known: Collection[str]) -> None:
         self._known = {*known, *_STATELESS}
-        # (what messages call a container, the container, its items)
+        # A tuple for each container: (its name for messages, the container, its items).
         self._contents: list[tuple[str, Any, list[Any]]] = []
         # (id of the dict of a module, the name of a global in it) -> (the dict, the global's value)
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
@@ -97,7 +99,7 @@ class CodeState:
         self.reason = next(self._reasons(root, reach), None)
 
     def change(self) -> str:
-        """The name of the first container or global that is another one now; empty if there is none."""
+        """The name of the first container with other items, or global with another value; empty if none."""
         items = (name for name, container, items in self._contents if not _has(container, items))
         others = (
             f"{names.get('__name__')}.{name}"
@@ -107,20 +109,21 @@ class CodeState:
         return next(items, "") or next(others, "")
 
     def same(self) -> bool:
-        """True if containers have the items, and globals the values, that they had at first."""
+        """True if the recorded containers have their former items, and globals their former values."""
         return all(_has(container, items) for _, container, items in self._contents) and all(
             names.get(name) is value for (_, name), (names, value) in self._globals.items()
         )
 
     def globals(self) -> list[tuple[str, str, Any]]:
-        """(module, name, value) of each global that such code reads."""
+        """Returns (module, name, value) of each global that code of unknown packages reads."""
         return [(str(names.get("__name__")), name, v) for (_, name), (names, v) in self._globals.items()]
 
     @contextmanager
     def undoing(self) -> Iterator[list[str]]:
-        """A context for a trace. At its end, the known lists and dicts get their former items back.
+        """A context for a trace of ``root``. At its end, recorded containers get their former items back.
 
-        It yields a list. At the end, the names of the lists and dicts that the trace changed are put into it.
+        It yields a list. At the end, the names of the containers that the trace has changed are put into this
+        list.
         """
         before = [(name, container, _items(container)) for name, container, _ in self._contents]
         changed: list[str] = []
@@ -172,12 +175,12 @@ class CodeState:
                 yield from self._judged(value, f"the global {first} of {function.__module__}")
 
     def _judged(self, value: Any, name: str) -> Iterator[str]:
-        """Yields why ``value`` could change, if nobody would notice it. ``name``: what messages call it."""
+        """Yields a reason if ``value`` could change unnoticed. ``name``: what messages call the value."""
         if not self._is_noticed(value, name):
             yield f"code of the model reads {name}, which may change"
 
     def _is_noticed(self, value: Any, name: str) -> bool:
-        """True if ``value`` cannot change, or if its changes are noticed. Notes the items of containers."""
+        """True if ``value`` cannot change, or if its changes are noticed. Records the items of containers."""
         if isinstance(value, functools.partial):
             parts = [value.func, *value.args, *value.keywords.values()]
             return all(self._is_noticed(part, name) for part in parts)
@@ -204,7 +207,7 @@ class CodeState:
 
 
 def _named_by(function: types.FunctionType) -> Iterator[types.FunctionType]:
-    """The functions that the code of ``function`` names: globals, and functions of modules among them."""
+    """The functions that the code of ``function`` names, as globals or as attributes of Python modules."""
     for first, *rest in names_in(function.__code__).chains:
         value = function.__globals__.get(first)
         for name in rest if isinstance(value, types.ModuleType) else ():
@@ -215,7 +218,7 @@ def _named_by(function: types.FunctionType) -> Iterator[types.FunctionType]:
 
 
 def _written(code: types.CodeType, outside: frozenset[str]) -> Iterator[str]:
-    """What ``code`` sets. ``outside``: the variables of its closure that live longer than a call."""
+    """Yields what ``code`` sets, in words. ``outside``: variables of its closure that outlive a call."""
     for instruction in dis.get_instructions(code):
         name = instruction.argval
         if instruction.opname in _WRITES:
@@ -238,7 +241,11 @@ def _is_changing(module: str, name: Any) -> bool:
 
 
 def _changing(value: Any, rest: list[Any]) -> str:
-    """The name of the function that ``value`` is, or whose module it is, if its result may change."""
+    """The name of a function that code reads through a global, if its result may differ at each call.
+
+    Empty if there is no such function. ``value``: the global, a function or a Python module. ``rest``: the
+    attributes that the code reads from the module.
+    """
     if isinstance(value, types.ModuleType):
         return f"{value.__name__}.{rest[0]}" if rest and _is_changing(value.__name__, rest[0]) else ""
     module = "" if isinstance(value, (type, dict)) else _written_in(value)

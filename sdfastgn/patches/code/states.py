@@ -1,4 +1,7 @@
-"""Tells in which state the code of a model is: as its packages wrote it, or with parts that were replaced."""
+"""Tells in which *state* the code of a model is: original, or with functions that other code has replaced.
+
+Each set of replaced (monkeypatched) functions, classes and variables is a state of its own.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +19,30 @@ from sdfastgn.patches.code.guard import Guard
 from sdfastgn.patches.code.reach import Entry
 from sdfastgn.patches.code.replaced import ignored, is_counter, replaced_in
 
-# Maximum number of states of one model's code that are told apart. Code that switches an attention on and off
-# within each image has two.
+# Maximum number of states of one model's code that are told apart. There are two, for example, if an
+# extension replaces a function of the attention and puts it back within each image.
 MAX_STATES = 4
 
-# True inside of a call whose code was compared.
+# True inside of a module's call at whose beginning the functions that it runs were checked for replacements.
 _is_checked: ContextVar[bool] = ContextVar("sdfastgn_is_checked", default=False)
-# Module -> the states in which the code of its calls was seen. They are not kept alive: they may refer to the
-# module.
+# Module -> weak reference to the states in which the code of its calls was seen. A strong reference could
+# keep the module alive, because the states may refer to it.
 _states_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[States]] = weakref.WeakKeyDictionary()
 
 
 def _adapters_of(root: nn.Module | None) -> tuple[str, ...]:
-    """The names of peft's adapters in ``root``. With the first one, layers get classes of peft."""
+    """The names of peft's adapters in ``root``. With new adapters, calls of ``root`` may run other code."""
     return tuple(vars(root).get("peft_config") or ()) if root is not None else ()
 
 
 class _State:
-    """One state of the code on which calls of ``root`` depend.
+    """The code on which calls of ``root`` depend, as it was when this object was made.
 
-    ``before``: a state in which no code was replaced, or None.
+    ``before``: the code as it was when nothing was replaced; None if it was never seen so.
 
     Attributes:
-        replaced: names of the code in this state that fused forwards would ignore.
+        replaced: names of the functions that other code had replaced, and whose replacements fused forwards
+            would not call.
     """
 
     def __init__(self, root: nn.Module, before: _State | None = None) -> None:
@@ -49,7 +53,7 @@ class _State:
             self.replaced += [*ignored(before.guard.changed()), *before.guard.changed_inside()]
 
     def same(self, root: nn.Module | None) -> bool:
-        """True if the code is still in this state. Reads the code of adapters that are new in ``root``."""
+        """True if the code is still as it was. If ``root`` has new adapters, their code is added."""
         if not self.guard.same():
             return False
         if root is not None and self._adapters != _adapters_of(root):
@@ -57,7 +61,7 @@ class _State:
         return True
 
     def see(self, root: nn.Module) -> None:
-        """Add what ``root`` depends on now."""
+        """Add the code on which calls of ``root`` depend now, for instance code of new adapters."""
         self._adapters = _adapters_of(root)
         self.guard.see(root)
         self.replaced += [name for name in replaced_in(self.guard.entries) if name not in self.replaced]
@@ -66,7 +70,9 @@ class _State:
 class States:
     """The states in which the code of calls of ``root`` was seen. ``root`` is not kept alive.
 
-    A state is named by its index. All states after the first four have the index ``MAX_STATES``.
+    The code gets into another state when other code replaces functions of it, and into an earlier state when
+    the functions are put back. A state is named by its index. All states after the first four have the index
+    ``MAX_STATES``.
 
     Attributes:
         are_too_many: True if there were more than four states.
@@ -81,41 +87,50 @@ class States:
         _states_of[root] = weakref.ref(self)
 
     def same(self, index: int) -> bool:
-        """True if the code is in the state ``index``."""
+        """True if the code of the model is in the state ``index`` now."""
         return index < len(self._states) and self._states[index].same(self._root())
 
     def last(self) -> int:
-        """The state that was seen last. The first call looks for it."""
+        """The index of the state that was seen last. The first call of this method finds out the state."""
         return self._last if self._states else self.look()
 
     def seen(self) -> list[str]:
-        """``replaced`` of the present state; empty before the first call."""
+        """Names of functions that are replaced now, and whose replacements fused forwards would not call.
+
+        Empty before the first call of ``root``.
+        """
         return self.replaced(self.look()) if self._states else []
 
     def look(self) -> int:
-        """Find out in which state the code is."""
+        """Find out in which state the code is now, and return the index of this state."""
         if not self.same(self._last):
             with self._changing:
                 self._last = self._find()
         return self._last
 
     def see(self, index: int) -> None:
-        """Add what the model depends on now, for instance after its processors were exchanged."""
+        """Add to the state ``index`` the code on which the model depends now.
+
+        This is needed, for instance, after attention processors were exchanged.
+        """
         root = self._root()
         with self._changing:
             if root is not None and index < len(self._states):
                 self._states[index].see(root)
 
     def replaced(self, index: int) -> list[str]:
-        """Names of the code that is replaced in the state ``index``, and that fused forwards would ignore."""
+        """Names of functions that are replaced in the state ``index``, and not called by fused forwards."""
         return self._states[index].replaced if index < len(self._states) else ["other code"]
 
     def entries(self, index: int) -> list[Entry]:
-        """An entry for each name that the code reads in the state ``index``. Empty if it is not kept."""
+        """An ``Entry`` for each name that the code reads in the state ``index``.
+
+        Empty for ``MAX_STATES``, because states after the first four are not recorded.
+        """
         return self._states[index].guard.entries if index < len(self._states) else []
 
     def change(self, index: int) -> str:
-        """What was replaced since the state ``index`` was seen, in words."""
+        """Says in words what was replaced since the state ``index`` was seen."""
         guard = self._states[index].guard if index < len(self._states) else None
         if guard is None:
             return "parts of the code"
@@ -143,24 +158,30 @@ class States:
 
 @contextmanager
 def running(as_stock: bool) -> Iterator[None]:
-    """A context for a call whose code was compared. ``as_stock``: in it, the model runs stock's code."""
+    """A context for a module's call at whose beginning its functions were checked for replacements.
+
+    ``as_stock``: True if the call must run without fused blocks, which would ignore replaced functions.
+    """
     with setting(_is_checked, True), dispatch.stock_code() if as_stock else nullcontext():
         yield
 
 
 def is_checked() -> bool:
-    """True inside of a call whose code was compared: calls in it need not compare theirs."""
+    """True inside of a module's call that has checked for replaced functions. Inner calls need no check."""
     return _is_checked.get()
 
 
 def replaced_in_calls(root: nn.Module) -> list[str]:
-    """Names of code that is replaced now, and that calls of modules in ``root`` have run before."""
+    """Names of functions that are replaced now, and that earlier calls of modules in ``root`` have run."""
     found = [ref() for module in root.modules() if (ref := _states_of.get(module)) is not None]
     return [name for states in found if states is not None for name in states.seen()]
 
 
 def reason_of_code(root: nn.Module) -> str | None:
-    """Why modules in ``root`` run stock's code now: parts of it were replaced. None if none were."""
+    """Why modules in ``root`` run without fused blocks now: other code has replaced functions that they run.
+
+    None if no function was replaced.
+    """
     names = list(dict.fromkeys(replaced_in_calls(root) or _State(root).replaced))
     if not names:
         return None

@@ -25,24 +25,25 @@ _CONTAINERS = (list, tuple, dict)
 
 _INITIAL_ORDER = tuple(sdp_priority_order())
 _CUDNN = SDPBackend.CUDNN_ATTENTION.value
-# The two orders of attention backends that PyTorch uses by itself. On some GPUs it moves cuDNN to the front
-# at the first call of attention. The two count as one state, so that this needs no new capture.
+# The two orders of attention backends that PyTorch uses if the user sets none. On some GPUs PyTorch moves
+# cuDNN to the front at the first call of attention. Both orders count as equal, so that this change of
+# PyTorch's own leads to no new capture of a CUDA graph.
 _UNTOUCHED_ORDERS = (_INITIAL_ORDER, (_CUDNN, *(backend for backend in _INITIAL_ORDER if backend != _CUDNN)))
 
 
 class Unsupported(Exception):  # noqa: N818  # not an error: the call runs without a graph
-    """Raised if a call must run eagerly. The message is the reason, which the report shows."""
+    """Raised if a module's call must run without a CUDA graph. ``sdfastgn.report`` shows the message."""
 
 
 class Number(NamedTuple):
-    """Describes an argument that may be a number, such as a timestep. One graph serves all its values.
+    """Describes an argument that may be a number, such as a timestep. One CUDA graph serves all its values.
 
     Attributes:
         position: index of the argument if it is positional.
         float_dtype: dtype of the 0-d tensor that a graph gets instead of a float. The model's forward would
-            turn the number into such a tensor.
+            itself turn the float into a tensor of this dtype.
         is_factor: True if a graph gets no 0-d tensor but a ``Factor``: a float whose value the graph reads
-            from memory (``factors.py``). The argument may then also be a list of numbers.
+            from GPU memory (``factors.py``). The argument may then also be a list of numbers.
     """
 
     position: int
@@ -51,13 +52,13 @@ class Number(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """Replaces a tensor in the arguments. ``place``: the tensor's index in ``Call.tensors``."""
+    """Marks where a tensor was in a call's arguments. ``place``: the tensor's index in ``Call.tensors``."""
 
     place: int
 
 
 class _FactorSlot(NamedTuple):
-    """Replaces a number in the arguments for which the graph gets a ``Factor``.
+    """Marks where a number was in a call's arguments that a CUDA graph reads from GPU memory (``Factor``).
 
     ``place``: the number's index in ``Call.tensors``. ``value``: the number.
     """
@@ -67,12 +68,13 @@ class _FactorSlot(NamedTuple):
 
 
 class _Spec(NamedTuple):
-    """Describes a tensor. Tensors with equal descriptions can be arguments of the same graph."""
+    """Describes a tensor. Tensors with equal descriptions can be arguments of the same CUDA graph."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    is_lazy: bool = False  # True for a conjugate or negative view (``is_conj``, ``is_neg``)
+    # True if the tensor is a conjugate or negative view: PyTorch computes its values only when they are read.
+    is_lazy: bool = False
 
 
 class Call:
@@ -91,8 +93,8 @@ class Call:
         device: the device of all tensors.
 
     Raises Unsupported if there is no tensor, for tensors on several devices, and for objects other than
-    tensors, plain values, lists, tuples and dicts. A 0-d tensor on the CPU counts as a number where
-    ``numbers`` allows a number that is no factor.
+    tensors, plain values, lists, tuples and dicts. A 0-d tensor on the CPU counts as a number if ``numbers``
+    names its argument, and if the ``is_factor`` of this argument is False.
     """
 
     def __init__(
@@ -116,11 +118,11 @@ class Call:
         self.key: tuple[Any, ...] = (len(args), tuple(tokens), self.device)
 
     def buffers(self) -> list[Tensor]:
-        """New uninitialized tensors with the shapes, strides and dtypes of ``tensors``."""
+        """Returns new uninitialized tensors with the shapes, strides and dtypes of the call's tensors."""
         return [_like(spec, self.device) for spec in self._specs]
 
     def fill(self, buffers: list[Tensor]) -> None:
-        """Copy this call's values into ``buffers``."""
+        """Copy the values of the call's tensors and numbers into ``buffers``."""
         targets, sources = [], []
         for buffer, value in zip(buffers, self.tensors, strict=True):
             if isinstance(value, Tensor):
@@ -132,7 +134,7 @@ class Call:
             copy_each(targets, sources)
 
     def as_tensors(self) -> list[Tensor]:
-        """``tensors``, with a 0-d tensor on ``device`` for each number."""
+        """Returns the call's tensors, and a 0-d tensor on ``device`` for each of its numbers."""
         return [
             value
             if isinstance(value, Tensor)
@@ -141,24 +143,29 @@ class Call:
         ]
 
     def rebuild(self, buffers: list[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """Returns (args, kwargs) of the call, in new lists and dicts, with ``buffers`` for its tensors."""
+        """Returns (args, kwargs) of the call, with ``buffers`` in place of the call's tensors.
+
+        The lists and dicts in the arguments are new objects.
+        """
         return [_fill_in(p, buffers) for p in self._args], {
             k: _fill_in(v, buffers) for k, v in self._kwargs.items()
         }
 
     def lists(self) -> list[list[Any]]:
-        """The lists in the arguments (the caller's objects, no copies), in the order of ``lists_in``."""
+        """All lists in the arguments, also nested ones. They are the caller's objects, not copies."""
         args, kwargs = self._given
         return lists_in(*args, kwargs)
 
     def _take(self, value: Any, tokens: list[Any], path: str, number: Number | None = None) -> Any:
-        """Returns ``value`` with a ``_Slot`` for each tensor, and appends a description to ``tokens``.
+        """Separates the tensors in ``value`` from the rest. Appends a description of ``value`` to ``tokens``.
+
+        Returns ``value`` with a ``_Slot``, which has the index of the tensor, in place of each tensor.
 
         Args:
             value: an argument, or a part of an argument.
-            tokens: the descriptions of all arguments so far. They become ``key``.
+            tokens: the descriptions of all arguments so far. They become a part of ``key``.
             path: name of the argument, for errors.
-            number: the description of the argument if it may be a number.
+            number: describes the argument if it may be a number; else None.
         """
         kind = type(value)
         if number is not None and number.is_factor:
@@ -171,8 +178,8 @@ class Call:
         elif number is not None:
             if kind is Tensor and value.device.type == "cpu" and value.dim() == 0:
                 return self._slot(value.item(), _Spec((), (), value.dtype), tokens)
-            # diffusers' forward would make a tensor of the same dtype. It takes NumPy's integers and
-            # ``np.float64``, and raises an error for NumPy's other numbers.
+            # diffusers' forward would turn the number into a tensor of the same dtype. The forward accepts
+            # NumPy's integers and ``np.float64``, and raises an error for NumPy's other numbers.
             if is_number(value) and isinstance(value, (float, Integral)):
                 dtype = number.float_dtype if isinstance(value, float) else torch.int64
                 spec = _Spec((), (), dtype)
@@ -188,7 +195,7 @@ class Call:
             spec = _Spec(tuple(value.shape), _strides_of(value), value.dtype, is_lazy)
             return self._slot(value, spec, tokens)
         if is_plain(kind):
-            # -0.0 equals 0.0, and NaN does not equal itself.
+            # Zeros and NaN are compared as text, because -0.0 equals 0.0, and NaN does not equal itself.
             is_special = kind is float and (value == 0 or value != value)
             tokens.append((kind, str(value) if is_special else value))
             return value
@@ -211,12 +218,16 @@ class Call:
 
 
 def is_plain(kind: type) -> bool:
-    """True for a class of values that a graph repeats as they were at its capture."""
+    """True if values of the class ``kind``, such as numbers and strings, become constants in a CUDA graph."""
     return kind in _PLAIN or issubclass(kind, enum.Enum) or is_numpy_constant(kind)
 
 
 def _strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of ``tensor``. A batch of 1 gets the stride of a tensor that is no view of a larger one."""
+    """The strides of ``tensor``, by which calls are compared.
+
+    The stride of a batch of 1 has no effect. It is replaced by that of a tensor that is no view of a larger
+    one, so that a view with batch 1 compares equal.
+    """
     strides = tensor.stride()
     if not strides or len(tensor) != 1:
         return strides
@@ -226,7 +237,7 @@ def _strides_of(tensor: Tensor) -> tuple[int, ...]:
 def _like(spec: _Spec, device: torch.device | None) -> Tensor:
     if spec.is_lazy:
         raise Unsupported("a tensor is a lazy conjugate or negative")
-    # An expanded dimension has stride 0: all its elements share memory, so memory for one is allocated.
+    # An expanded dimension has stride 0: all its elements share the memory of one, which is allocated here.
     once = [1 if stride == 0 else n for n, stride in zip(spec.shape, spec.stride, strict=True)]
     return torch.empty_strided(once, spec.stride, dtype=spec.dtype, device=device).expand(spec.shape)
 
@@ -283,14 +294,18 @@ def mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
         return kind([mapped(item, fn) for item in value])
     if kind is dict:
         return {key: mapped(item, fn) for key, item in value.items()}
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):  # diffusers' BaseOutput
+    # The output of a model of diffusers (a BaseOutput) is both a dataclass and a dict.
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         names = [field.name for field in dataclasses.fields(kind)]
         return kind(**{name: mapped(getattr(value, name), fn) for name in names})
     raise Unsupported(f"it returns a {kind.__name__}")
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """Returns each tensor in ``output`` once. Raises Unsupported for the same objects as ``mapped``."""
+    """Returns each tensor in ``output`` once.
+
+    Raises Unsupported if ``output`` contains an object that is no tensor, no constant and no container.
+    """
     found: dict[int, Tensor] = {}
     mapped(output, lambda tensor: found.setdefault(id(tensor), tensor))
     return list(found.values())
@@ -299,15 +314,16 @@ def tensors_in(output: Any) -> list[Tensor]:
 def static_copy(output: Any) -> Any:
     """Returns ``output`` in new containers, with the same tensors.
 
-    Raises Unsupported for the same objects as ``mapped``.
+    Raises Unsupported if ``output`` contains an object that is no tensor, no constant and no container.
     """
     return mapped(output, lambda tensor: tensor)
 
 
 def clone_of(output: Any) -> Any:
-    """Returns ``output`` with copies of its tensors, which no later replay overwrites.
+    """Returns ``output`` with copies of its tensors, which no later replay of a CUDA graph overwrites.
 
-    A tensor that occurs twice is copied once. Raises Unsupported for the same objects as ``mapped``.
+    A tensor that occurs twice is copied once. Raises Unsupported if ``output`` contains an object that is no
+    tensor, no constant and no container.
     """
     clones: dict[int, Tensor] = {}
 
@@ -333,8 +349,8 @@ def lists_in(*values: Any) -> list[list[Any]]:
 def structure_of(*values: Any) -> Any:
     """Returns ``values`` as nested lists, with the id of each object that is no list, tuple or dict.
 
-    Used to find out whether a call has changed a list or dict in ``values``: then the result after the call
-    differs from the result before it.
+    It shows whether a call of a module has changed a list or dict in ``values``: then ``structure_of`` has
+    another result after the call than before the call.
     """
     return [
         structure_of(*(v.items() if isinstance(v, dict) else v))

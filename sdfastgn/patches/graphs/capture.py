@@ -33,21 +33,23 @@ from sdfastgn.patches.lora.merging import frozen
 
 # PyTorch's id of the memory that belongs to no pool of CUDA graphs.
 _NO_POOL = (0, 0)
-# True inside of a call with copies of a user's arguments, before or in a capture. No user made this call.
+# True while sdfastgn itself calls a module with copies of a user's arguments, in order to compile kernels or
+# to capture the call as a CUDA graph.
 on_copies: ContextVar[bool] = ContextVar("sdfastgn_on_copies", default=False)
 
 
 class AnyGraph(Protocol):
-    """A captured call: ``Graph``, or ``TrainingGraph`` of ``training.py``."""
+    """The type of a captured call: ``Graph``, or ``TrainingGraph`` (``training.py``) if it has gradients."""
 
     # Returns the context in which the forward runs: ``torch.no_grad`` or ``torch.enable_grad``.
     gradients: ClassVar[Any]
-    # True if the numbers in the model's attributes that ``factors.py`` lists are inputs of the graph. False
-    # if a new value of such a number needs a new capture.
+    # True if the numbers in the model's attributes that ``factors.py`` lists, such as the scale of an
+    # IP-Adapter, are inputs of the graph. False if a new value of such a number needs a new capture.
     has_factors: ClassVar[bool]
-    # Length of each list in the arguments after the forward. Empty if the forward removes no items.
+    # The length of each list in the call's arguments after the forward, which may remove items from a list.
+    # Empty if the forward removes none.
     left: list[int]
-    # What must live as long as the graph, because the graph reads its memory.
+    # Objects that must live as long as the graph, because the graph reads their memory.
     kept: Any
 
     def __init__(
@@ -57,14 +59,14 @@ class AnyGraph(Protocol):
 
     @staticmethod
     def warm_up(module: nn.Module, buffers: list[Tensor], run: Callable[[], Any]) -> None:
-        """Run what the constructor captures, so that kernels are compiled and cuDNN has chosen algorithms."""
+        """Run eagerly what the constructor captures: it compiles kernels, and cuDNN chooses algorithms."""
 
     def run(self, call: Call, backend: Backend) -> Any:
         """Replay the graph with the arguments of ``call``, and return a copy of its output."""
 
 
 class Handle(Protocol):
-    """One CUDA graph. ``output``: the captured function's result. ``replay`` writes new values into it."""
+    """One CUDA graph. ``output``: the captured function's result, into which ``replay`` writes new values."""
 
     output: Any
 
@@ -75,9 +77,9 @@ class Backend(Protocol):
     """Captures and replays graphs on one device. ``CudaBackend`` is for GPUs; tests have one for the CPU.
 
     The graphs of a device share a memory pool, so only one of them may run at a time. (A ``TrainingGraph``
-    has a pool of its own, but follows the same rules.) Each thread holds ``lock`` while it starts a graph. On
-    the GPU, ``ordered`` makes each graph wait for the end of the previous graph, even if this runs on another
-    stream.
+    has a pool of its own, but does not run beside other graphs either.) Each thread holds ``lock`` while it
+    starts a graph. On the GPU, ``ordered`` makes each graph wait for the end of the previous graph, even if
+    the previous graph runs on another stream.
     """
 
     lock: Any
@@ -89,10 +91,10 @@ class Backend(Protocol):
         """A context for allocating a graph's inputs: no other work gets this memory while the graph runs."""
 
     def rehearse(self, fn: Callable[[], Any]) -> None:
-        """Run ``fn`` to compile its kernels and to choose algorithms for its products; ignore its result."""
+        """Run ``fn`` only to compile its kernels and to choose algorithms for its matrix products."""
 
     def new_pool(self) -> Any:
-        """Returns a new memory pool, for graphs that must not share theirs with others."""
+        """Returns a new memory pool, for graphs that must not share memory with other graphs."""
 
     def capture(self, fn: Callable[[], Any], pool: Any = None) -> Handle:
         """Capture a call of ``fn``. If this fails, raise the error and leave the device as it was.
@@ -158,13 +160,15 @@ def capture_call(
     Args:
         kind: the class of the graph.
         module: the module whose state the graph depends on.
-        forward: runs the call: the module's bound method, or what runs it by plans.
+        forward: a callable that runs the call: the module's bound method, or an object that runs a *plan* of
+            it (the module's code, traced once and rewritten to sdfastgn's kernels).
         call: the arguments. The graph gets copies of them.
         backend: the backend of the device of ``call``.
-        watch_of_now: returns a ``Watch`` that records the present state of the module. It is called
-            before a warm-up, and just before the capture.
-        is_warm: True if this thread has made a call of this kind before, so that kernels are compiled and
-            cuDNN has chosen its algorithms. If False, ``kind.warm_up`` does this before the capture.
+        watch_of_now: returns a ``Watch``: a record of the present state of the module, which later tells
+            whether the module has changed. ``watch_of_now`` is called before a warm-up, and just before the
+            capture.
+        is_warm: True if this thread has made such a call before, so that kernels are compiled and cuDNN has
+            chosen its algorithms. If False, ``kind.warm_up`` does this before the capture.
         scratch: attributes of the module that each call sets before it reads them, and that hold no tensors
             after a call.
 
@@ -172,7 +176,7 @@ def capture_call(
         Unsupported: with the reason, if the capture fails, or if the forward changes the model, its tensors
             or its arguments. A replay would leave out changes that Python code makes, and would repeat writes
             into tensors. Two changes are allowed: the forward may set the attributes ``scratch``, and may
-            take items from the front of a list, which can be repeated after a replay.
+            take items from the front of a list. After a replay the same items can be taken from the list.
     """
     buffers = _buffers_of(call, backend)
     left: list[int] = []
@@ -190,11 +194,13 @@ def capture_call(
             raise Unsupported("its forward changes the lists or dicts that it is given")
         return output
 
+    # ``watch_of_now`` raises if the state of the model cannot be recorded. So such a model gets no warm-up:
+    # the additional call might have a lasting effect that nobody notices.
     watch = watch_of_now()
-    if not is_warm:  # of a model that can be watched: in others, one more run may have an effect
+    if not is_warm:
         with backend.ordered():
             kind.warm_up(module, buffers, run)
-        watch = watch_of_now()  # the warm-up may fill tables
+        watch = watch_of_now()  # the warm-up may have filled caches in the model
     with backend.ordered(), backend.allocating():
         watch.factors.allocate(call.device)  # type: ignore[arg-type]
     versions, writes, graph = [buffer._version for buffer in buffers], watch.writes(), None
@@ -207,7 +213,8 @@ def capture_call(
     except Exception as error:
         if not is_warm:
             raise Unsupported(f"capture failed: {one_line(error)}") from error
-    # An earlier call had warmed up, so what the capture needs has changed since. A new warm-up may help.
+    # The capture failed, although an earlier call of this thread had compiled the kernels. So something has
+    # changed since that call. The capture is tried once more, this time after a warm-up.
     if graph is None:
         given = kind, module, forward, call, backend, watch_of_now
         return capture_call(*given, is_warm=False, scratch=scratch)
@@ -216,9 +223,9 @@ def capture_call(
 
 
 def _put_back(lists: list[list[Any]], given: list[list[Any]]) -> list[int]:
-    """Returns the lengths of ``lists``, and puts back the items that were taken from their fronts.
+    """Put back the items that a forward took from the fronts of ``lists``. Returns the lengths without them.
 
-    Returns an empty list if all lengths are as before. ``given``: the former items of each list.
+    Returns an empty list if no item was taken. ``given``: the former items of each list.
     """
     lengths = list(map(len, lists))
     if not any(map(operator.ne, lengths, map(len, given))):
@@ -235,7 +242,9 @@ def _refuse_writes(watch: Watch, module: nn.Module, writes: list[int], is_argume
     """
     if not watch.unchanged(module):
         raise Unsupported("its forward changes the model")
-    if watch.writes() != writes:  # a replay would repeat these writes, even if its result is discarded
+    # A replay of the graph would repeat the writes into the model's tensors, even if the result of the replay
+    # is discarded because the model has changed.
+    if watch.writes() != writes:
         raise Unsupported("its forward writes into its own tensors")
     if is_argument_written:
         raise Unsupported("its forward writes into its arguments")
@@ -243,10 +252,11 @@ def _refuse_writes(watch: Watch, module: nn.Module, writes: list[int], is_argume
 
 @contextmanager
 def without_scratch(module: nn.Module, scratch: frozenset[str]) -> Iterator[None]:
-    """A context that begins without the attributes ``scratch`` of ``module``. Its end restores them.
+    """A context that begins without the attributes ``scratch`` of ``module``, and restores them at its end.
 
-    So a forward that reads such an attribute before it sets it raises AttributeError. Raises Unsupported if
-    such an attribute holds a tensor at the end, because a replay or a plan would not set it again.
+    A forward that reads one of these attributes before it sets the attribute raises AttributeError. Raises
+    Unsupported if one of the attributes holds a tensor at the end, because the replay of a CUDA graph would
+    not set the attribute again.
     """
     attributes = vars(module)
     before = {name: attributes.pop(name) for name in scratch if name in attributes}
@@ -289,7 +299,7 @@ def _buffers_of(call: Call, backend: Backend) -> list[Tensor]:
 def _no_autocast_cache() -> Iterator[None]:
     """A context in which autocast does not cache weights that it has cast to another dtype.
 
-    The end of autocast frees the cache, but replays would still read the cached weights.
+    The end of autocast frees the cache, but replays of a captured graph would still read the cached weights.
     """
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -300,7 +310,7 @@ def _no_autocast_cache() -> Iterator[None]:
 
 
 class _CudaHandle:
-    """The ``Handle`` of ``CudaBackend``. ``pool``: the memory pool of the graph."""
+    """One CUDA graph on a GPU (a ``Handle``). ``pool``: the memory pool of the graph."""
 
     __slots__ = ("__weakref__", "graph", "output", "pool")
 
@@ -312,7 +322,10 @@ class _CudaHandle:
 
 
 class CudaBackend:
-    """The ``Backend`` of one GPU. It has a stream for captures and an event that orders replays."""
+    """Captures and replays the CUDA graphs of one GPU.
+
+    It has a stream for captures, and an event by which each replay waits for the previous replay.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.RLock()
@@ -342,7 +355,8 @@ class CudaBackend:
     def rehearse(self, fn: Callable[[], Any]) -> None:
         def call() -> None:
             fn()
-            load_algorithms()  # other threads still compile kernels
+            # This loads the code of algorithms for matrix products. Other threads compile kernels meanwhile.
+            load_algorithms()
 
         with torch.cuda.device(self._device), chosen_after():
             rehearse(call, self._device)
@@ -359,7 +373,8 @@ class CudaBackend:
             if self._pool is None or not any(tuple(other.pool) == tuple(self._pool) for other in others):
                 self._pool = self.new_pool()
             pool = self._pool
-        # The pool cannot use memory that is in the allocator's cache. So the cache is returned to the GPU.
+        # A pool of CUDA graphs cannot use memory that is in the allocator's cache. So the cache is returned
+        # to the GPU.
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
@@ -381,18 +396,20 @@ class CudaBackend:
         except RuntimeError:
             # CUDA has invalidated the capture, for example because of a synchronization. Then PyTorch's
             # ``capture_end`` stops halfway, and the allocator still believes that a capture is running. In
-            # this state it never empties its cache, and adds no graph to this pool. ``end_pool`` ends this
-            # state.
+            # this state the allocator never empties its cache, and adds no graph to this pool. ``end_pool``
+            # ends this state.
             self._pool = None
             if not end_pool(self._device.index, pool):
-                return  # the allocator already knows that the capture has ended; the graph frees its pool
-            # The graph is kept alive, because the allocator of pinned memory has a callback that reads it.
+                # The allocator knows already that the capture has ended. The graph will free its memory pool.
+                return
+            # The graph is kept alive, because the allocator of pinned memory has a callback that reads the
+            # graph.
             self._broken.append(graph)
             self._free_generator()
 
     def _free_generator(self) -> None:
         # After a failed capture PyTorch's default generator may also believe that the capture is running,
-        # and then refuses to draw. The end of a small capture that succeeds corrects this.
+        # and then refuses to draw random numbers. The end of a small capture that succeeds corrects this.
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
         try:
@@ -417,7 +434,7 @@ class CudaBackend:
         sizes = pool_sizes()
         if not sizes:
             return 0
-        with self.lock:  # so that no other thread adds a graph during the loop
+        with self.lock:  # the lock keeps other threads from adding a graph during the loop
             pools = {tuple(handle.pool) for handle in self._alive}
         return sum(sizes[pool] for pool in pools)
 
@@ -431,10 +448,11 @@ class CudaBackend:
 
 
 def pool_sizes() -> Counter[tuple[int, ...]]:
-    """{id of a memory pool of CUDA graphs: its size in bytes}; empty if PyTorch does not report it."""
+    """Returns {id of a memory pool of CUDA graphs: its size in bytes}; empty if PyTorch reports no sizes."""
     sizes: Counter[tuple[int, ...]] = Counter()
     if torch.cuda.get_allocator_backend() != "native":
-        return sizes  # cudaMallocAsync, ComfyUI's default, raises an error in ``memory_snapshot``
+        # ``memory_snapshot`` raises an error if the allocator is cudaMallocAsync, as by default in ComfyUI.
+        return sizes
     for segment in torch.cuda.memory_snapshot():
         sizes[tuple(segment["segment_pool_id"])] += segment["total_size"]
     del sizes[_NO_POOL]
@@ -463,7 +481,7 @@ def _renew_locks() -> None:
         backend.lock = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):  # Windows has no fork
+if hasattr(os, "register_at_fork"):  # Windows has no fork and lacks this function
     os.register_at_fork(after_in_child=_renew_locks)
 
 

@@ -1,4 +1,4 @@
-"""Describes a change of the model in words, for the report: what changed, and its old and new value.
+"""Says in words how a model has changed, for ``sdfastgn.report``: what changed, its old and new value.
 
 A value is shown only if it is short.
 """
@@ -13,10 +13,11 @@ import torch
 
 from sdfastgn.patches.swap.numpy_numbers import is_numpy_constant
 
-# Classes whose values are shown. Values of other classes are not, because their ``repr`` may run any code.
+# Classes whose values are shown in messages about changes. Values of other classes are not shown, because
+# their ``repr`` may run any code.
 _SHOWN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 _SHOWN_CONTAINERS = (list, tuple, set, dict)
-# Maximum number of characters of a value that is shown.
+# Maximum number of characters of a value that is shown in a message.
 _MAX_SHOWN = 40
 
 
@@ -126,8 +127,8 @@ def tensor_in_words(name: str) -> str:
 def _shown(value: Any) -> str:
     """Returns ``repr(value)`` if it is short and safe to compute, else the name of the value's class.
 
-    It is safe for the classes in ``_SHOWN``, NumPy's numbers, and containers of such values. A class is shown
-    by its name.
+    Computing it is safe for the classes in ``_SHOWN``, NumPy's numbers, and containers of such values. If
+    ``value`` is itself a class, the result is the name of this class.
     """
     if isinstance(value, type):
         return value.__name__
@@ -144,7 +145,7 @@ def _is_shown(value: Any) -> bool:
 
 
 def _holds(is_same: Callable[[Any, Any], Any], old: Any, new: Any) -> bool:
-    """``is_same(old, new)``. A comparison that raises counts as False."""
+    """True if ``old`` is ``new``, or ``is_same(old, new)`` is true. An error in ``is_same`` means False."""
     try:
         return old is new or bool(is_same(old, new))
     except Exception:

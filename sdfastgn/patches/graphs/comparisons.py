@@ -1,6 +1,7 @@
-"""Classes with which a ``Watch`` records the state of a model, and later finds out whether it has changed.
+"""Records the state of a model, and later finds out whether the state has changed.
 
-Each class is for one kind of state, and has these methods:
+The record of a whole model is a ``Watch`` (``watch.py``). It has an object of each class in this file. Each
+class is for one kind of state, and has these methods:
 
 - ``add`` registers a part of the model, such as a dict or a tensor, and a name for messages;
 - ``freeze`` records the present values of all registered parts;
@@ -30,12 +31,12 @@ _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 _content_of = operator.attrgetter("cell_contents")
 _END = object()
 
-# Number of significant decimal digits in which floats are shown: more would exceed the precision of fp32.
+# Number of significant decimal digits of floats in messages: more would exceed the precision of fp32.
 _FLOAT_DIGITS = 6
 
 
 class Types:
-    """Checks that objects keep their classes."""
+    """Checks that objects of a model keep their classes."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
@@ -63,7 +64,8 @@ class _Containers:
 
     def __init__(self, is_same: Callable[[Any, Any], Any]) -> None:
         self._is_same = is_same
-        self._items: list[Any] = []  # for each container, an iterable of its present items
+        # For each recorded list, tuple, set or dict, an iterable of the items that it has now.
+        self._items: list[Any] = []
         self._places: list[Place | None] = []
 
     def add(self, items: Any, place: Place | None) -> None:
@@ -80,8 +82,8 @@ class _Containers:
     def freeze(self) -> None:
         self._sizes = list(map(len, self._items))
         self._kept = list(chain.from_iterable(self._items))
-        # False if another thread changed a container while ``_sizes`` and ``_kept`` were made. Then nothing
-        # says which item was in which container, and ``difference`` cannot name what changed.
+        # False if another thread changed a container while this method read the containers. Then nothing says
+        # which item was in which container, and ``difference`` cannot name what changed.
         self._is_aligned = sum(self._sizes) == len(self._kept)
 
     def difference(self) -> str | None:
@@ -97,7 +99,7 @@ class _Containers:
 
 
 class Empty(_Containers):
-    """Checks that containers stay empty."""
+    """Checks that lists, sets and dicts of a model stay empty."""
 
     def __init__(self) -> None:
         super().__init__(operator.is_)
@@ -107,7 +109,7 @@ class Empty(_Containers):
 
 
 class Identities(_Containers):
-    """Checks that the items of containers stay the same objects."""
+    """Checks that the items of a model's lists, tuples, sets and dicts stay the same objects."""
 
     def __init__(self) -> None:
         super().__init__(operator.is_)
@@ -117,14 +119,14 @@ class Identities(_Containers):
         self._kept.append(_END)
 
     def same(self) -> bool:
-        # ``map`` stops at the end of the shorter side, and would miss items that were added or removed at
-        # the end. So both sides get _END as their last item.
+        # ``map`` stops at the end of the shorter list of items, and would miss items that were added or
+        # removed at the end. So both lists get the marker _END as their last item.
         now = chain(chain.from_iterable(self._items), (_END,))
         return all(map(operator.is_, now, self._kept))
 
 
 class Values(_Containers):
-    """Checks that the items of containers stay equal."""
+    """Checks that the items of a model's lists, tuples, sets and dicts stay equal."""
 
     def __init__(self) -> None:
         super().__init__(operator.eq)
@@ -146,7 +148,7 @@ class Attributes:
         self._plain_dicts = plain_dicts
         self._dicts: list[dict[str, Any]] = []
         self._places: list[Place] = []
-        self._skipped: list[Collection[str]] = []  # for each module, the attributes that are not compared
+        self._skipped: list[Collection[str]] = []  # for each module, names of attributes that may change
         self._getters: list[Callable[[Any], Any]] = []
         self._getter_of: dict[tuple[str, ...], Callable[[Any], Any]] = {}
         # ``_holders``: the ``__dict__`` of each module that has attributes that are dicts.
@@ -177,8 +179,8 @@ class Attributes:
             # Classes of dicts are compared too: equal dicts of different classes may behave differently.
             self._types_of_dicts() == self._dict_types
             and list(map(len, self._dicts)) == self._lengths
-            # Each getter returns a tuple. A list of the tuples of all modules would start the garbage
-            # collector. ``map`` frees each tuple at once.
+            # Each getter returns a tuple with the attributes of one module. A list of the tuples of all
+            # modules would start the garbage collector. ``map`` frees each tuple at once.
             and all(map(operator.eq, map(_call, self._getters, self._dicts), self._values))
         )
 
@@ -204,7 +206,7 @@ def _is_equal(old: Any, new: Any) -> Any:
 
 
 class Cells:
-    """Checks that variables in closures stay the same objects."""
+    """Checks that variables in closures keep the same objects as their values."""
 
     def __init__(self) -> None:
         self._cells: list[types.CellType] = []

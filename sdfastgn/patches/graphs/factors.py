@@ -1,9 +1,9 @@
-"""Numbers that users change between two images, as inputs of CUDA graphs.
+"""Turns numbers that users change between two images into inputs of CUDA graphs.
 
-A graph repeats the numbers of its capture. Some of these numbers are *factors*: FreeU's four numbers and the
-scale of an IP-Adapter, which are attributes of modules, and the scale of a ControlNet, which is an argument.
-A factor may be a number of Python or of NumPy. diffusers multiplies tensors by a factor or writes it into a
-tensor, and otherwise only asks whether the factor is 0.
+A graph repeats the numbers of its capture. Some numbers are inputs instead, and are called *factors*: FreeU's
+four numbers and the scale of an IP-Adapter, which are attributes of modules, and the scale of a ControlNet,
+which is an argument. A factor may be a number of Python or of NumPy. diffusers multiplies tensors by a factor
+or writes it into a tensor, and otherwise only asks whether the factor is 0.
 
 While a call is captured, a ``Factor`` replaces each of these numbers. It is a float, but operations of
 PyTorch read its value from memory on the device. New values are written into this memory before a replay, so
@@ -36,7 +36,7 @@ _PRODUCTS = (Tensor.mul, torch.mul)
 
 
 class Factor(float):
-    """A float whose value captured operations read from memory, so that a graph can be replayed with another.
+    """A float whose value captured operations read from memory, so that a replay can use another value.
 
     Args:
         value: the present value, which Python code reads.
@@ -58,15 +58,16 @@ class Factor(float):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """PyTorch calls this instead of ``func`` if an argument is a ``Factor``.
+        """PyTorch calls this method instead of ``func`` if an argument is a ``Factor``.
 
-        It computes products and writes into a tensor, and raises TypeError for other functions. In a thread
-        that does not capture, ``func`` gets the number instead.
+        The method computes a product with the factor, or writes the factor into a tensor. It raises TypeError
+        for other functions. In a thread that does not capture, it calls ``func`` with a plain number.
         """
         *tensors, factor = args
         if not isinstance(factor, cls):
             raise TypeError(f"{func.__name__} reads a number that a graph takes as an input")
-        if factor._thread != threading.get_ident():  # this thread runs eagerly while another one captures
+        # In a thread other than the capturing one, the model runs eagerly and needs a plain number.
+        if factor._thread != threading.get_ident():
             return func(*tensors, float(factor), **(kwargs or {}))
         x = tensors[0]
         value = factor._memory if x.dtype in _WIDE else factor._rounded
@@ -104,7 +105,10 @@ class Reader(NamedTuple):
 
     @property
     def sources(self) -> tuple[TestedSource, ...]:
-        """The methods and functions that read the factors. If one is untested, the numbers are no factors."""
+        """The methods and functions that read the factors.
+
+        If the installed code of one of them was never tested, the numbers are constants of graphs.
+        """
         path, _, kind = self.name.rpartition(".")
         module = importlib.import_module(path)
         found = [tested(getattr(module, kind), self.method)]
@@ -142,29 +146,31 @@ _READERS = {
 
 
 def readers() -> tuple[Reader, ...]:
-    """A ``Reader`` for each class of diffusers whose code multiplies by factors."""
+    """A ``Reader`` for each class of diffusers that multiplies tensors by numbers that are graph inputs."""
     return tuple(_READERS.values())
 
 
 def _reader_of(module: nn.Module) -> Reader | None:
-    """The ``Reader`` for the class of ``module``. None if it has none, or if its code is untested."""
+    """The ``Reader`` for the class of ``module``. None if it has none, or if its code was never tested."""
     kind = stock_class(module)
     reader = _READERS.get(f"{kind.__module__}.{kind.__qualname__}")
     return None if reader is None or unknown_source(*reader.sources) else reader
 
 
 def is_tested(module: nn.Module) -> bool:
-    """True if the class of ``module`` multiplies by factors, and its installed code for this was tested.
+    """True if numbers among the arguments of ``module`` may be inputs of its CUDA graphs.
 
-    Only then may factors among the arguments of ``module`` be inputs of its graphs.
+    That is, ``readers`` names the class of ``module``, and the installed code that reads the numbers was
+    tested.
     """
     return _reader_of(module) is not None
 
 
 def is_number(value: Any) -> bool:
-    """True for an int, a float or a real number of NumPy. Other values (bool, tensors) are never factors.
+    """True for an int, a float or a real number of NumPy. No other value may be replaced by a ``Factor``.
 
-    Some code of diffusers refuses NumPy's numbers. Its error comes from a model's first call, which is eager.
+    Some code of diffusers refuses NumPy's numbers. The user still gets diffusers' error, because a model's
+    first call runs without a graph.
     """
     kind = type(value)
     return kind in (int, float) or is_numpy_real(kind)
@@ -173,20 +179,22 @@ def is_number(value: Any) -> bool:
 class Factors:
     """All attributes of a model's modules that are *factors*: numbers that are inputs of the model's graphs.
 
-    It has the same methods as the classes in ``comparisons.py``, which a ``Watch`` calls. If a factor gets a
-    new value, the graphs stay valid. But a factor must not become 0, and must stay 0 if it was: diffusers'
-    code may run other kernels for 0.
+    It has the same methods as the classes in ``comparisons.py``, which look for changes of a model. If a
+    factor gets a new value, the graphs stay valid. But a factor must not become 0, and must stay 0 if it was:
+    diffusers' code may run other kernels for 0.
     """
 
     def __init__(self) -> None:
         self._dicts: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._places: list[Place] = []
-        self._values: list[Any] = []  # the values that ``_memory`` has: a number or list for each attribute
-        self._memory: tuple[Tensor, ...] = ()  # two device tensors, fp64 and fp32, with all factors
+        # A number or a list of numbers for each attribute: the values that ``_memory`` has.
+        self._values: list[Any] = []
+        # Two tensors on the GPU, fp64 and fp32. Both have all numbers, which the graphs read from them.
+        self._memory: tuple[Tensor, ...] = ()
 
     def add(self, path: str, module: nn.Module) -> tuple[str, ...]:
-        """Register the attributes of ``module`` that are factors, and return their names."""
+        """Register the attributes of ``module`` that are inputs of graphs, and return their names."""
         reader, attributes = _reader_of(module), vars(module)
         names = () if reader is None else reader.attributes
         found = tuple(name for name in names if _are_numbers(attributes.get(name)))
@@ -203,7 +211,7 @@ class Factors:
     def same(self) -> bool:
         """True if the graphs are still valid: the same factors are 0 as when ``freeze`` was called.
 
-        Other new values of factors do not matter.
+        Lists of factors must also have kept their lengths. Other new values do not matter.
         """
         now = self._now()
         return now == self._values or list(map(_form, now)) == self._forms
@@ -218,7 +226,7 @@ class Factors:
         return None
 
     def allocate(self, device: torch.device) -> None:
-        """Allocate the memory from which graphs read all factors, and write the factors' values into it."""
+        """Allocate the GPU memory from which graphs read all factors, and write their values into it."""
         if self._names and not self._memory:
             count = len(list(_flat(self._values)))
             with torch.inference_mode(False):
@@ -275,7 +283,8 @@ class Factors:
 
         def put_back() -> None:
             with contextlib.suppress(LookupError):
-                if container[key] is factor:  # else another thread has set a new value, which must stay
+                # If another thread has set a new value during the capture, this value stays.
+                if container[key] is factor:
                     container[key] = value
 
         container[key] = factor
@@ -296,7 +305,7 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _form(value: Any) -> Any:
-    """What must stay the same in an attribute for its graphs to be valid.
+    """Returns what must stay the same in the value of an attribute, or else the graphs become invalid.
 
     That is, whether a number is 0, and how long a list is.
     """

@@ -4,16 +4,17 @@ A call takes these steps, each in its own file:
 
 1. ``models.py`` says whether the model can run as a graph, and ``arguments.py`` makes a key of the arguments.
 2. If ``store.py`` has a graph for the key, and all weights are still at the addresses that the graph reads,
-   new scales of adapters, new values of factors (``factors.py``) and new FP8 weights are written into memory,
-   and the graph is started. While the GPU runs it, ``watch.py`` compares the model with its state at the
-   capture. If the model has changed, the result is discarded and the graphs are dropped. ``code/states.py``
-   compares the code on which the call depends. If parts of it were replaced, the result is discarded, and
-   another ``GraphedForward`` serves the call: there is one for each state of the code. Where fused blocks
-   would ignore what was replaced, a ``Planner`` runs the model's own code by plans, also in captures.
-   Transformers become graphs by plans only.
+   new scales of adapters, new values of numbers that are graph inputs (``factors.py``) and new FP8 weights
+   are written into memory, and the graph is started. While the GPU runs it, ``watch.py`` compares the model
+   with its state at the capture. If the model has changed, the result is discarded and the graphs are
+   dropped. ``code/states.py`` finds out whether other code has replaced functions that the call runs. Then
+   the result is discarded, and another ``GraphedForward`` runs the call: there is one for the original
+   functions, and one for each set of replaced functions. If fused blocks would ignore a replaced function,
+   the call runs as a *plan*: the model's own code, traced once and rewritten to sdfastgn's kernels. A
+   ``Planner`` makes the plan, which is captured too. Of a transformer only plans are captured.
 3. If there is no graph, ``policy.py`` decides whether ``capture.py`` captures the call now. A model that
    draws random numbers is not captured (``random_numbers.py``).
-4. Every other call runs eagerly. The reason for this is counted, and the report shows it.
+4. Every other call runs eagerly. The reason for this is counted, and ``sdfastgn.report`` shows it.
 """
 
 from __future__ import annotations
@@ -65,30 +66,32 @@ from sdfastgn.patches.swap.class_forward import MethodEntry, class_forward
 # Maximum number of graphs of one module for calls with gradients.
 _MAX_TRAINING_GRAPHS = 4
 
-# A call starts again this many times if code is replaced meanwhile. Then it runs stock's code.
+# Number of times that a call is tried if other code replaces functions that the call runs meanwhile. After
+# that, the call runs the model's code without graphs and without sdfastgn's kernels.
 _MAX_CHANGES = 4
 
-# Held while a ``GraphedForward`` gets what runs its calls by plans. All threads must get the same one.
+# Held while a ``GraphedForward`` makes the object that runs its calls as plans (rewritten traces of the
+# module's code). All threads must use the same object.
 _making = threading.Lock()
 
 
 class _Outdated(Exception):  # noqa: N818  # not an error: the call starts again
-    """Raised if the model has changed since the ``_Current`` of the call was made."""
+    """Raised if the model has changed since the call read the state of the model."""
 
 
 class _CodeChanged(Exception):  # noqa: N818  # not an error: the call starts again
-    """Raised if code on which the call depends was replaced, before a result leaves."""
+    """Raised if, during a call, other code has replaced functions that the call runs, or put them back."""
 
 
 class Planner(NamedTuple):
-    """Runs calls of a module as plans of the module's own code, where no fused blocks run.
+    """Says when calls of a module run as *plans*: the module's code, traced and rewritten to kernels.
 
     Attributes:
         make: function (module, name of the method, states of its code) -> a callable that runs the calls.
-        is_always: True if the module has no fused blocks. False if plans run only while code is replaced that
-            fused blocks would ignore.
-        is_required: True if only plans become graphs, and only if Python takes longer than the GPU. False if
-            the module's own code may be captured where it has no plan.
+        is_always: True if plans run all calls, because the module has no fused blocks. False if plans run
+            calls only while other code has replaced functions that fused blocks would ignore.
+        is_required: True if only plans are captured as CUDA graphs, and only if Python takes longer than the
+            GPU. False if the module's own code may be captured for a call without a plan.
     """
 
     make: Callable[[nn.Module, str, States], Any]
@@ -101,15 +104,16 @@ class _Current(NamedTuple):
 
     Attributes:
         module: the module.
-        forward: the method that is called, of the class of ``module`` and bound to it; or what runs it by
-            plans.
+        forward: the method that is called, of the class of ``module`` and bound to it; or the object that
+            runs such calls as plans.
         call: the arguments.
         backend: the backend of the device of the arguments.
         key: calls with equal keys are of one kind, and can use the same graph.
         survey: the module's layers with merged weights of adapters. In calls with gradients no layer has
             merged weights. Then the survey is a ``Flags``: it records which parameters require gradients.
         scale: the scale for all adapters, if the arguments contain one.
-        as_stock: True if the model runs stock's code, because parts of that were replaced.
+        as_stock: True if the model runs without fused blocks, because other code has replaced functions that
+            fused blocks would ignore.
     """
 
     module: nn.Module
@@ -124,10 +128,10 @@ class _Current(NamedTuple):
     def refresh(self, watch: Watch | None = None, *, compares_later: bool = False) -> bool:
         """Write new merged weights, and new values of ``watch.factors``, into the memory that graphs read.
 
-        Returns False if the graphs cannot be used any more: ``AdapterSurvey.refresh`` and ``Factors.refresh``
-        say when.
+        Returns False if the graphs cannot be used any more: for example, an adapter can no longer be merged,
+        or a number that is a graph input has become 0.
 
-        ``compares_later``: as in ``AdapterSurvey.refresh``.
+        ``compares_later``: True if the caller calls ``survey.has_same_tensors`` before it uses a result.
         """
         with self.backend.ordered():
             is_merged = self.survey.refresh(self.scale.factor, compares_later)
@@ -160,11 +164,13 @@ class GraphedForward(MethodEntry):
             become graphs too. Calls are of one kind if one graph serves them all.
         backend: the object that captures and replays. None: the backend of the device of the arguments.
             Tests pass a backend for the CPU.
-        replaces_entry, method: as in ``MethodEntry``.
-        scratch: attributes of the module that each call sets before it reads them. They are not watched.
-        states, state: the states of the code, and the one in which this object serves calls. By default the
-            first one.
-        planner: runs calls by plans; None if none does.
+        replaces_entry: True if the module's ``__dict__`` already had an entry with the replaced method.
+        method: the name of the method.
+        scratch: attributes of the module that each call sets before it reads them. They are not compared.
+        states: the states in which the module's code was seen. Code has a new state when other code replaces
+            a function of it.
+        state: the index of the state in which this object serves calls.
+        planner: says when calls run as plans; None if no calls do.
 
     Attributes:
         eager: reason -> number of calls that ran eagerly for this reason.
@@ -193,25 +199,30 @@ class GraphedForward(MethodEntry):
         planner: Planner | None = None,
     ) -> None:
         super().__init__(module, method, replaces_entry)
-        # torch.compile cannot read the method from a class that diffusers has allowed in graphs.
+        # The method is read here, because torch.compile cannot read it from a class that diffusers has marked
+        # with ``allow_in_graph``.
         self._compiled = getattr(type(module), method)
         self.scratch = scratch
         self._backend = backend
         self._store = Store()
         self._policy = Policy()
-        self._rehearsed: Watch | None = None  # records the state of the module in the last rehearsal
+        # Records the state of the module when kernels were last compiled ahead of a call.
+        self._rehearsed: Watch | None = None
         self._states = States(module) if states is None else states
         self._state = state
         self.planner = planner
-        self._planned: Any = None  # what ``planner`` has made
-        # Index of a state of the code (``States``) -> the object that serves calls in this state. State 0 is
-        # served by this object.
+        # The object that runs calls as plans, which are rewritten traces of the module's code. ``planner``
+        # makes this object.
+        self._planned: Any = None
+        # Index of a state of the module's code (original, or with certain functions replaced) -> the
+        # ``GraphedForward`` that serves calls in this state. This object itself serves state 0.
         self._others: dict[int, GraphedForward] = {}
         self.eager: Counter[str] = Counter()
         self.mode: str | bool = False
         self.training: _TrainingForward | None = None
         self.set_mode(mode)
-        if states is None:  # else another ``GraphedForward`` calls this one
+        # If ``states`` is given, another ``GraphedForward`` calls this one, and only the other is registered.
+        if states is None:
             self.register()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -228,7 +239,10 @@ class GraphedForward(MethodEntry):
 
     @property
     def planned(self) -> list[Any]:
-        """What runs the calls by plans, for each state of the code that has any."""
+        """The objects that run calls as plans (rewritten traces of the module's code).
+
+        There is at most one for each state of the code: original, or with certain functions replaced.
+        """
         return [each._planned for each in self._all() if each._planned is not None]
 
     @property
@@ -279,7 +293,10 @@ class GraphedForward(MethodEntry):
             return self._run_eagerly(module, args, kwargs, as_stock=False)
 
     def set_mode(self, mode: str | bool, backend: Backend | None = None) -> None:
-        """Drop all graphs, and run later calls in ``mode``. Nothing changes if they did before."""
+        """Drop all graphs, and run later calls in ``mode``.
+
+        Does nothing if ``mode`` is the present mode and ``backend`` is None.
+        """
         if (self.mode, backend) == (mode, None):
             return
         self.clear()
@@ -291,14 +308,17 @@ class GraphedForward(MethodEntry):
         self.mode = mode
 
     def _serve(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], as_stock: bool) -> Any:
-        """Run the call and return its result. ``as_stock``: by stock's code, because parts were replaced.
+        """Run the call and return its result.
 
-        Raises _CodeChanged if the code is in another state than this object serves.
+        ``as_stock``: True if fused blocks do not run, because other code has replaced functions that the
+        blocks would ignore.
+
+        Raises _CodeChanged if other code replaces functions, or puts them back, during the call.
         """
         try:
             try:
                 return self._by_graph(module, args, kwargs, as_stock)
-            except _Outdated:  # the call starts again, but only once
+            except _Outdated:  # the model has changed: the call starts again, but only once
                 return self._by_graph(module, args, kwargs, as_stock)
         except _Outdated:
             reason = "another thread changes it"
@@ -307,7 +327,8 @@ class GraphedForward(MethodEntry):
         except torch.OutOfMemoryError:
             reason = NO_MEMORY
             _free_memory()
-            self._policy.pause_without_memory()  # even if there was nothing to free
+            # For a while no call is captured, even if there were no graphs whose memory could be freed.
+            self._policy.pause_without_memory()
         count_reason(self.eager, reason)
         self._check_code(as_stock)
         return self._run_eagerly(module, args, kwargs, as_stock)
@@ -331,8 +352,8 @@ class GraphedForward(MethodEntry):
     def moved(self) -> None:
         """Drop the graphs if the model has changed since the capture, so that other models get the memory.
 
-        For instance, its weights were moved or replaced. The ``Watch`` keeps replaced weights alive, so it is
-        dropped with the graphs.
+        For instance, its weights were moved or replaced. The record of the model's state at the capture is
+        dropped with the graphs, because it keeps replaced weights alive.
         """
         self._rehearsed = None
         if self.training is not None:
@@ -353,7 +374,7 @@ class GraphedForward(MethodEntry):
                 self._drop_changed(self.module, watch)
 
     def pool_bytes(self) -> dict[int, int]:
-        """{id of the backend: size of all its memory pools in bytes}; empty if there are no graphs.
+        """Returns {id of the backend: size of all its memory pools in bytes}; empty if there are no graphs.
 
         All modules on one device share one backend. The id lets callers count its pools only once. A size is
         0 if PyTorch's allocator does not report it, as with ``cudaMallocAsync``.
@@ -362,10 +383,13 @@ class GraphedForward(MethodEntry):
         own = {id(backend): backend.memory()} if backend is not None and self.alive else {}
         return own if self.training is None else own | self.training.pool_bytes()
 
-    # ---- one ``GraphedForward`` for each state of the code
+    # ---- one ``GraphedForward`` for the module's original code, and one for each set of replaced functions
 
     def _of_state(self, index: int) -> GraphedForward:
-        """The ``GraphedForward`` that serves calls while the code is in the state ``index``."""
+        """The ``GraphedForward`` that serves calls while the module's code is in the state ``index``.
+
+        Code has a new state when other code replaces a function of it (``code/states.py``).
+        """
         if index == 0:
             return self
         other = self._others.get(index)
@@ -373,17 +397,24 @@ class GraphedForward(MethodEntry):
             options = *self._options, self._states, index
             other = type(self)(self.module, self.mode, self._backend, *options, self.planner)
             other.eager = self.eager
-            other = self._others.setdefault(index, other)  # another thread may have been faster
+            # If another thread has meanwhile added an object for the same state, that object is used.
+            other = self._others.setdefault(index, other)
         other.mode = self.mode
         return other
 
     def set_planner(self, planner: Planner | None) -> None:
-        """Let ``planner`` run calls from now on. Graphs of its plans must have been dropped."""
+        """Replace the ``Planner``: it says when calls run as plans (rewritten traces of the module's code).
+
+        The caller must have dropped all graphs before.
+        """
         for each in self._all():
             each.planner, each._planned = planner, None
 
     def _is_planned(self, as_stock: bool) -> bool:
-        """True if plans run the calls. ``as_stock``: True if fused blocks would ignore replaced code."""
+        """True if calls run as plans: the module's own code, traced once and rewritten to kernels.
+
+        ``as_stock``: True if other code has replaced functions that fused blocks would ignore.
+        """
         return self.planner is not None and (as_stock or self.planner.is_always)
 
     @property
@@ -391,7 +422,7 @@ class GraphedForward(MethodEntry):
         return self.planner is not None and self.planner.is_required
 
     def _runner(self, module: nn.Module, as_stock: bool) -> Any:
-        """The method of the module's class, or the object that runs the calls as plans."""
+        """The method of the module's class, or the object that runs calls as plans (rewritten traces)."""
         if self.planner is None or not self._is_planned(as_stock):
             return class_forward(module, self.method)
         if self._planned is None:
@@ -406,7 +437,7 @@ class GraphedForward(MethodEntry):
     def _check_code(self, as_stock: bool) -> None:
         """Raise _CodeChanged if other code has replaced functions since this call began, or put them back.
 
-        ``as_stock``: True if some code was replaced when the call began, so that it runs stock's code.
+        ``as_stock``: True if functions were replaced when the call began, so that no fused blocks run.
         """
         states, state = self._states, self._state
         change = "" if states.same(state) else states.change(state)
@@ -419,7 +450,7 @@ class GraphedForward(MethodEntry):
 
     @property
     def _unwatched(self) -> frozenset[str]:
-        """Attributes of the module that a ``Watch`` does not compare."""
+        """Attributes of the module that may change without making its graphs invalid."""
         return self.scratch | {self.method}
 
     def _run_eagerly(
@@ -435,7 +466,7 @@ class GraphedForward(MethodEntry):
     def _frees_memory(self) -> bool:
         """Free memory for a call that found too little. False if there is nothing to free.
 
-        A call that succeeds in the stock model must not fail because graphs or merged weights take memory. So
+        A call that succeeds without sdfastgn must not fail because graphs or merged weights take memory. So
         graphs are dropped first. If the call fails again, merged weights are freed.
         """
         if not _free_memory():
@@ -459,8 +490,8 @@ class GraphedForward(MethodEntry):
         if reason is not None:
             raise Unsupported(reason)
         if not len(store):
-            # This comes before the arguments are looked at, because in a pause a call must take hardly longer
-            # than a call of a model without graphs.
+            # During a pause no call is captured, and a call must take hardly longer than in a model without
+            # graphs. So this check comes before the arguments are looked at.
             self._policy.check_pause()
             self._check_plan(module, args, kwargs, as_stock)
         survey = store.survey or (AdapterSurvey(module, False) if as_stock else self._survey_of(module))
@@ -497,7 +528,7 @@ class GraphedForward(MethodEntry):
                     self._planned.replayed()
                 scale.end(module)
                 return output
-        self._rehearse(current)  # without the lock, so that other threads can use graphs
+        self._rehearse(current)  # compiles kernels without the lock, so that other threads can use graphs
         raise Unsupported("first call of its kind")
 
     def _refusal(self, module: nn.Module) -> str | None:
@@ -507,9 +538,11 @@ class GraphedForward(MethodEntry):
         return "they are turned off" if self.mode is False else self._reason_now(module)
 
     def _check_plan(self, module: nn.Module, args: Any, kwargs: Any, as_stock: bool) -> None:
-        """In the mode "auto", raise Unsupported for a call that stays a plan without a graph.
+        """Raise Unsupported if the call runs as a plan, and the plan is not captured as a CUDA graph now.
 
-        This comes before anything is compared, because the plan compares the model and its adapters itself.
+        A plan is a rewritten trace of the module's code. With ``cuda_graphs=True`` this method does nothing,
+        because a later step decides. The caller calls it before it compares the model and its adapters with
+        their earlier state: the plan makes these comparisons itself.
         """
         if self._needs_plan and self.mode is not True:
             self._runner(module, as_stock).check_capturable(args, kwargs, saves_time=True)
@@ -530,11 +563,14 @@ class GraphedForward(MethodEntry):
         return call.key, settings, switched(module), lengths, fp8.generation(module)
 
     def _is_warm(self, key: Any) -> bool:
-        """True if this thread has run all that a capture of a call of the kind ``key`` runs."""
+        """True if this thread has run a call of the kind ``key``, so that it can be captured at once."""
         return self._policy.is_warm(key)
 
     def _knowing(self, current: _Current) -> Any:
-        """A context for calls with copies of the arguments, whose masks are known from the originals."""
+        """A context for calls with copies of the arguments of ``current``.
+
+        How many keys the attention masks hide was counted in the originals, so the copies are not read.
+        """
         return current.forward.knowing(current.call) if self._needs_plan else contextlib.nullcontext()
 
     def _make_room(self) -> None:
@@ -566,8 +602,8 @@ class GraphedForward(MethodEntry):
     def _replay_or_capture(self, current: _Current) -> Any:
         """Run the graph of the call and return its result. If it has no graph yet, capture it first.
 
-        Returns None for the first call of a kind in the modes "auto" and "training". Raises Unsupported,
-        with the reason, if the call must run eagerly.
+        In the modes "auto" and "training", returns None for the first call of a kind: the first of the calls
+        that one graph can serve. Raises Unsupported, with the reason, if the call must run eagerly.
         """
         module, key, policy = current.module, current.key, self._policy
         self._check_code(current.as_stock)
@@ -581,7 +617,9 @@ class GraphedForward(MethodEntry):
         if self.mode is not True:
             if policy.is_new(key):
                 policy.first_call(key)
-                if not self._needs_plan:  # a call that gets here has run as a plan before
+                # If only plans (rewritten traces) are captured, such a call has run as a plan before. So it
+                # can be captured now.
+                if not self._needs_plan:
                     return None
             policy.check_offloaded(key, module)
         elif policy.is_new(key):
@@ -595,7 +633,11 @@ class GraphedForward(MethodEntry):
             return self._capture(current)
 
     def _find(self, key: Any) -> AnyGraph | None:
-        """The graph for calls of kind ``key``. It is dropped if constants of its plans are outdated."""
+        """The graph for calls of kind ``key``, or None.
+
+        A graph that was captured from plans, which are rewritten traces of code, may contain constants that
+        were computed from CPU tensors. If such a CPU tensor was written since, the graph is dropped.
+        """
         graph = self._store.find(key)
         if graph is not None and not all(plan.is_current() for plan in graph.kept or ()):
             self._store.drop(key)
@@ -633,7 +675,8 @@ class GraphedForward(MethodEntry):
                 )
                 graph.kept = getattr(current.forward, "plans", None)
                 self._check_code(current.as_stock)
-                if self._key_of(module, call) != key:  # another thread has switched a part of the module
+                # The key differs, for example, if another thread has switched off an attention of the module.
+                if self._key_of(module, call) != key:
                     raise _Outdated
                 store.add(key, graph)
                 if (self._needs_plan or takes_gigabytes(module)) and not backend.has_room():
@@ -654,7 +697,8 @@ class GraphedForward(MethodEntry):
         So this method does nothing for models that cannot be captured.
         """
         module, call, backend = current.module, current.call, current.backend
-        # The kernels do not depend on the key's last item, FP8's ``generation``, but on whether FP8 is on.
+        # The key's last item counts how often FP8 weights were replaced. The kernels do not depend on this
+        # number, but they depend on whether FP8 is on.
         if not self._policy.is_first_rehearsal((*current.key[:-1], fp8.is_allowed(module))):
             return
         run = partial(run_on_copies, current.forward, call, backend)
@@ -662,13 +706,14 @@ class GraphedForward(MethodEntry):
         with contextlib.suppress(Exception), scaled(current.scale.in_forward):
             watch = self._store.watch or self._new_watch(current)
             if watch.reason is None:
-                # It does not look into layers with merged weights, and later calls may merge others.
+                # ``watch`` is kept for the capture, unless layers have merged weights of adapters: it does
+                # not record the state of such layers, and later calls may merge the adapters of others.
                 self._rehearsed = None if current.survey.layers else watch
                 with undrawn(call.device, run):
                     backend.rehearse(run)
 
     def _check_model(self, current: _Current) -> None:
-        """Check that the model is as it was when ``current`` was made. If it has changed, drop the graphs.
+        """Check that the model has not changed since the capture. If it has changed, drop the graphs.
 
         Raises _Outdated after a change, and Unsupported if the model must not be captured now.
         """
@@ -678,7 +723,8 @@ class GraphedForward(MethodEntry):
             self._policy.model_changed(store.replays_of_state)
             self._drop_changed(module, watch, survey.reason)
             raise _Outdated
-        if store.survey not in (None, survey):  # another thread has captured the module meanwhile
+        # The store has another survey if another thread has captured the module meanwhile.
+        if store.survey not in (None, survey):
             raise _Outdated
         self._policy.check_pause()
         if watch is not None and watch.reason is not None:
@@ -687,7 +733,7 @@ class GraphedForward(MethodEntry):
             raise Unsupported(survey.reason)
 
     def _drop_changed(self, module: nn.Module, watch: Watch, change: str = "") -> None:
-        """Drop the graphs because the model has changed, and store in words what changed, for the report.
+        """Drop the graphs because the model has changed, and store what changed, for ``sdfastgn.report``.
 
         ``change``: what changed, in words; empty if ``watch`` has to find it.
         """
@@ -725,7 +771,7 @@ class GraphedForward(MethodEntry):
 
 
 class _TrainingForward(GraphedForward):
-    """Runs the calls with gradients of a module whose ``GraphedForward`` has the mode ``"training"``."""
+    """Runs the calls with gradients of a module that was optimized with ``cuda_graphs="training"``."""
 
     __slots__ = ()
     _kind = TrainingGraph
@@ -737,15 +783,15 @@ class _TrainingForward(GraphedForward):
         return Flags(module)
 
     def _is_planned(self, as_stock: bool) -> bool:
-        return False  # plans have no backward
+        return False  # plans, the rewritten traces of a module's code, have no backward
 
     def _key_of(self, module: nn.Module, call: Call) -> Any:
         wanted = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in call.tensors)
         return super()._key_of(module, call), wanted
 
     def _is_warm(self, key: Any) -> bool:
-        # An eager backward runs in autograd's thread, a captured one in this thread. cuDNN's choices of
-        # algorithms are a thread's own.
+        # cuDNN chooses algorithms for each thread. An eager backward runs in autograd's thread, but a
+        # captured backward runs in this thread.
         return False
 
     def _make_room(self) -> None:

@@ -2,10 +2,11 @@
 
 ``set_mode`` does the same for any module. A module with graphs counts as graphable.
 
-To turn graphs on, ``install`` puts a ``GraphedForward`` under the key "forward" into the module's
-``__dict__``. There it replaces the ``forward`` of the class. The class itself stays the same, because
-``save_pretrained`` writes its name and pipelines look it up. In some autoencoders the key is the name of
-another method (``method_of``), and in offloaded models it is ``_old_forward`` (``place_in``).
+To turn graphs on, ``install`` puts an object that captures and replays calls, a ``GraphedForward``, under the
+key "forward" into the module's ``__dict__``. There it replaces the ``forward`` of the class. The class itself
+stays the same, because ``save_pretrained`` writes its name and pipelines look it up. In some autoencoders the
+key is the name of another method (``method_of``), and in offloaded models it is ``_old_forward``
+(``place_in``).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MODES = ("training", *INFERENCE_MODES)
 
 @dataclass(frozen=True)
 class Graphs:
-    """What the report says about the graphs of one module.
+    """What ``sdfastgn.report`` says about the CUDA graphs of one module.
 
     Attributes:
         path: the module's dotted path, and ", calls with gradients" if this is about such calls.
@@ -62,11 +63,12 @@ class Graphs:
 
 
 def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -> None:
-    """Give every graphable module in ``root`` a ``GraphedForward``, or remove it if ``mode`` is False.
+    """Let the calls of modules in ``root`` become CUDA graphs, or no longer if ``mode`` is False.
 
-    If a graphable module contains others, only the outermost one gets a ``GraphedForward``: its graphs
-    include the calls of the inner ones. A module whose forward other code has replaced gets none, and neither
-    does a model that ``optimize`` leaves as it is.
+    Every module of a class that ``models.py`` lists gets a ``GraphedForward`` in place of its ``forward``. If
+    such modules are nested, only the outermost one gets it: the graphs of this one include the calls of the
+    inner ones. A module whose forward other code has replaced gets none. If the installed version of cuDNN
+    may compute the 3-D convolutions in ``root`` wrongly, no module gets one.
     """
     if mode is not False and reason_of_cudnn(root.modules()) is not None:
         mode = False
@@ -77,12 +79,14 @@ def install(root: nn.Module, mode: str | bool, backend: Backend | None = None) -
 
 
 def set_mode(module: nn.Module, mode: str | bool, backend: Backend | None = None) -> None:
-    """Give ``module`` a ``GraphedForward``, whatever its class is, or remove it if ``mode`` is False."""
+    """Let the calls of ``module``, of any class, become CUDA graphs, or no longer if ``mode`` is False."""
     modules = list(module.modules())
     if mode is not False and method_of(module) == "forward":
         stop_checking(modules)
     for inner in modules:
-        if inner is not module and GraphedForward.of(inner):  # ``optimize(inner)`` was called before
+        # The inner module has graphs if ``optimize(inner)`` was called before. They are removed, because the
+        # graphs of ``module`` include the calls of the inner module.
+        if inner is not module and GraphedForward.of(inner):
             _take_off(inner)
     if mode is False:
         _take_off(module)
@@ -99,11 +103,13 @@ def set_mode(module: nn.Module, mode: str | bool, backend: Backend | None = None
         GraphedForward(module, mode, backend, own, name, scratch_of(module)).put(place)
     else:
         return
-    follow(module)  # a model with convolutions has an entry that does more (``channels_last.py``)
+    # This replaces the method ``_apply`` of the module, so that the graphs learn when the module is moved. In
+    # a model with convolutions, ``channels_last.py`` has replaced this method already.
+    follow(module)
 
 
 def remove(root: nn.Module) -> None:
-    """Undo ``install``: remove each ``GraphedForward`` and ``Checked`` in ``root``, and drop its graphs."""
+    """Undo ``install``: drop all graphs in ``root``, and let its modules run their own methods again."""
     modules = list(root.modules())
     for module in modules:
         if GraphedForward.all_of(module):
@@ -116,16 +122,19 @@ def wait_for_gpus(roots: Iterable[nn.Module]) -> None:
     for device in {parameter.device for root in roots for parameter in root.parameters()}:
         if device.type == "cuda":
             backend = backend_of(device)
-            # Synchronizing would break a capture in another thread. A capture holds ``backend.lock``.
+            # Synchronizing would break a capture in another thread. A capture holds ``backend.lock``, so this
+            # thread waits for the lock.
             with contextlib.nullcontext() if backend is None else backend.lock:
                 torch.cuda.synchronize(device)
 
 
 def inspect(root: nn.Module, prefix: str = "") -> Iterator[tuple[Graphs, GraphedForward | None]]:
-    """Yields (``Graphs``, the ``GraphedForward`` or None) for each graphable module in ``root``.
+    """Yields a pair for each module in ``root`` that can have CUDA graphs.
 
-    A graphable module that another one contains is left out. In mode "training" each module has a second pair
-    about its calls with gradients: (``Graphs``, None).
+    The pair has a description of the module's graphs (``Graphs``), and the object that runs the module's
+    calls (a ``GraphedForward``), or None if graphs are off. A module inside of another one that can have
+    graphs is left out. In mode "training" each module has a second pair about its calls with gradients:
+    (``Graphs``, None).
     """
     # ``reason_of_cudnn`` walks through the whole model, so it is called at most once.
     why_left = functools.cache(lambda: reason_of_cudnn(root.modules()))
@@ -152,7 +161,7 @@ def _described(path: str, kind: str, mode: str, graphed: GraphedForward, reasons
 
 
 def outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yields (path, module) for each graphable module in ``root`` that no other graphable module contains."""
+    """Yields (path, module) for each outermost module in ``root`` whose calls may become CUDA graphs."""
     seen = set()
     todo = [(path, root)]
     while todo:
@@ -170,7 +179,10 @@ def outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]
 
 
 def _compares_calls(module: nn.Module) -> bool:
-    """True if a ``GraphedForward`` runs all calls of ``module``, so that it compares their code."""
+    """True if a ``GraphedForward`` runs all calls of ``module``.
+
+    Then it also finds out whether other code has replaced functions that these calls run.
+    """
     return GraphedForward.of(module) is not None and method_of(module) == "forward"
 
 

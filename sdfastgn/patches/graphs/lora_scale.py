@@ -1,4 +1,4 @@
-"""The scale for all LoRAs that a call may have as an argument (``cross_attention_kwargs={"scale": 0.5}``).
+"""Reads the scale of all LoRAs from a call's arguments, such as ``cross_attention_kwargs={"scale": 0.5}``.
 
 The argument is called ``cross_attention_kwargs`` in UNets, and ``attention_kwargs`` or
 ``joint_attention_kwargs`` in transformers.
@@ -30,7 +30,7 @@ class LoraScale:
         kwargs: the call's keyword arguments. The number is removed if it becomes part of the merged weights.
         factor: the number; 1.0 if the arguments have none.
         in_forward: ``factor`` if it was removed from ``kwargs``, else 1.0. While the forward runs, the scales
-            of all layers with merged weights must be multiplied by it.
+            of all layers with merged weights must be multiplied by this number.
         is_left: True if ``kwargs`` has a scale that was not removed.
     """
 
@@ -54,8 +54,8 @@ class LoraScale:
     def end(self, module: nn.Module) -> None:
         """After a call with the scale 0, set the scales of all active LoRAs to their initial values.
 
-        diffusers does this at the end of such a forward. If the scale was removed from the arguments,
-        diffusers does not see it, so this method does it.
+        diffusers sets them at the end of such a forward. If the scale was removed from the arguments,
+        diffusers does not know of the scale, so this method sets them.
         """
         if self.factor == 0 and self.in_forward == 0:
             from diffusers.utils.peft_utils import unscale_lora_layers

@@ -48,15 +48,16 @@ class Decoder(NamedTuple):
 
 
 # The decoders of Wan and Qwen-Image compute one frame of latents at a time. They keep the last frames of each
-# convolution's input in a list. The autoencoder's ``_decode`` makes this list and clears it, so calls of
-# ``_decode`` become graphs, and plans if they decode one frame. These attributes of the autoencoder hold such
-# a list for the decoder and one for the encoder, their lengths, and an index into each.
+# convolution's input in a list. The autoencoder's ``_decode`` makes this list and clears it. So it is not the
+# decoder's calls but the calls of ``_decode`` that become CUDA graphs. These attributes of the autoencoder
+# hold such a list for the decoder and one for the encoder, their lengths, and an index into each.
 _CACHES = frozenset(
     ("_conv_num", "_conv_idx", "_feat_map", "_enc_conv_num", "_enc_conv_idx", "_enc_feat_map")
 )
-# Full name of a decoder's class -> its ``Decoder``. Python takes equally long for frames of any size, while
-# the GPU takes longer for larger frames. At ``most_pixels`` both take about 10 ms on an H100 (estimated from
-# docs/benchmarks.md, "Video"). A graph of a larger call would save little time and hold gigabytes.
+# Full name of a decoder's class -> its ``Decoder``, with the largest call that becomes a graph. Python takes
+# equally long for frames of any size, while the GPU takes longer for larger frames. For a call of
+# ``most_pixels``, Python and the GPU each take about 10 ms on an H100 (estimated from docs/benchmarks.md,
+# "Video"). A graph of a larger call would save little time and hold gigabytes.
 _DECODERS = {
     "diffusers.models.autoencoders.autoencoder_kl_qwenimage.AutoencoderKLQwenImage": Decoder(
         768 * 768, "_decode", _CACHES
@@ -67,19 +68,19 @@ _DECODERS = {
     "diffusers.models.autoencoders.autoencoder_kl_wan.AutoencoderKLWan": Decoder(
         768 * 768, "_decode", _CACHES
     ),
-    # An image with more pixels runs eagerly. With tiling, the decoder is called for each tile, and these
-    # calls become graphs.
+    # An image with more than 512 x 1024 pixels runs eagerly. With tiling, the decoder is called for each
+    # tile, and these calls become graphs.
     "diffusers.models.autoencoders.autoencoder_kl_hunyuanimage.HunyuanImageDecoder2D": Decoder(
         512 * 1024, scale=32
     ),
-    # The limit is a video of 25 frames (4 frames of latents) with 512 x 704 pixels. With tiling, calls for
-    # the tiles of a larger video are graphs.
+    # Calls for more than 25 frames (4 frames of latents) with 512 x 704 pixels run eagerly. With tiling, the
+    # decoder is called for each tile of a larger video, and these calls become graphs.
     "diffusers.models.autoencoders.autoencoder_kl_ltx.LTXVideoDecoder3d": Decoder(4 * 512 * 704, scale=32),
-    # The limit is a video of 17 frames (3 frames of latents) with 480 x 832 pixels.
+    # Calls for more than 17 frames (3 frames of latents) with 480 x 832 pixels run eagerly.
     "diffusers.models.autoencoders.autoencoder_kl_cosmos.CosmosDecoder3d": Decoder(3 * 480 * 832, scale=8),
-    # For the next three decoders the limit is one tile of 256 x 256 pixels with one frame of latents. A call
-    # with more frames, or with 512 x 512 pixels, keeps the GPU busy anyway: a graph saved at most 3 % on an
-    # H100.
+    # The decoders of HunyuanVideo and of HunyuanImage's refiner run eagerly, except in calls for one tile of
+    # 256 x 256 pixels with one frame of latents. A call with more frames, or with 512 x 512 pixels, keeps the
+    # GPU busy anyway: a graph saved at most 3 % of the time on an H100.
     "diffusers.models.autoencoders.autoencoder_kl_hunyuan_video.HunyuanVideoDecoder3D": Decoder(
         256 * 256, scale=8
     ),
@@ -137,13 +138,14 @@ _FACTORS: dict[str, dict[str, Number]] = {
 # Full name of a class -> its attributes that pipelines switch during an image. There is a graph for each
 # combination of their values in a model.
 _SWITCHES = {"diffusers.models.attention.GatedSelfAttentionDense": ("enabled",)}
-# Name of the module that every model with a class in ``_SWITCHES`` has.
+# Name of a submodule of GLIGEN's models. Only a model that has it can have attributes that pipelines switch.
 _WITH_SWITCHES = "position_net"
 # The Python module of diffusers with the decorator that gives a ``forward`` the argument for the scale of all
 # LoRAs (``lora_scale.py``), and the variable of the decorator that holds the argument's name.
 _SCALES = "diffusers.utils.peft_utils"
 _SCALES_BY = "kwargs_name"
-# Full name of a class -> the name of this argument, where older releases of diffusers have no decorator.
+# Full name of a class -> the name of the argument with the scale of all LoRAs. This is for older releases of
+# diffusers, where no decorator adds the argument to the ``forward``.
 _TAKES_SCALE = {
     "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel": "cross_attention_kwargs",
     "diffusers.models.transformers.sana_transformer.SanaTransformer2DModel": "attention_kwargs",
@@ -169,7 +171,7 @@ def is_graphable(module: nn.Module) -> bool:
 
 
 def numbers_of(module: nn.Module) -> dict[str, Number] | None:
-    """Name -> ``Number``, for each argument of ``module`` that may be a number.
+    """Returns {name: ``Number``} for each argument of ``module`` that may be a number.
 
     None if calls of ``module`` never become graphs.
     """
@@ -208,7 +210,7 @@ def method_of(module: nn.Module) -> str:
 
 
 def scratch_of(module: nn.Module) -> frozenset[str]:
-    """The attributes of ``module`` that each call sets before it reads them (``Decoder.scratch``)."""
+    """Names of the attributes of ``module`` that each call sets before it reads them."""
     decoder = _DECODERS.get(_class_name(module))
     return frozenset() if decoder is None else decoder.scratch
 
@@ -227,7 +229,10 @@ def reason_for(module: Any, call: Call) -> str | None:
 
 
 def repeats_decoder(module: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if a call of ``method_of(module)`` calls a decoder several times: for frames, or for tiles."""
+    """True if a call that may become a graph calls a decoder several times: for frames, or for tiles.
+
+    ``args``, ``kwargs``: the arguments of such a call of ``module``.
+    """
     if method_of(module) == "forward":
         return False
     z = next(iter((*args, *kwargs.values())), None)
@@ -258,7 +263,10 @@ def reason_now(module: nn.Module) -> str | None:
 
 
 def reason_without_graphs(module: nn.Module) -> str | None:
-    """Why this thread must run the code of ``module`` itself now, graph or not; None if it need not."""
+    """Why this thread can run calls of ``module`` neither as CUDA graphs nor as plans now; None if it can.
+
+    A plan is the module's own code, traced once and rewritten to sdfastgn's kernels.
+    """
     if torch.is_grad_enabled():
         return "gradients are enabled"
     return _reason_with_or_without_gradients(module)

@@ -1,9 +1,9 @@
 """Decides whether a call is captured now or runs eagerly.
 
 Calls of a kind that could not be captured run eagerly until the model changes. All calls of a module run
-eagerly for a while (a *pause*) if the module changes too often, or if memory was short. If a model is
-offloaded as a whole, its first six calls of a kind run eagerly after each move to the GPU, except with
-``cuda_graphs=True``.
+eagerly for a while (a *pause*) if the module changes too often, or if memory was short. If accelerate
+offloads a model as a whole, its first six calls of a kind run eagerly after each move to the GPU, except with
+``cuda_graphs=True``. Calls are of one kind if one CUDA graph can serve them all.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from sdfastgn.patches.swap.class_forward import is_offloaded_whole
 
 # The reason given for calls that run eagerly because memory was too short for graphs.
 NO_MEMORY = "memory was short"
-# The reason given for an offloaded model's second to sixth call of a kind, which are too early for a capture.
+# The reason given for the second to sixth call after an offloaded model was moved to the GPU. They are not
+# captured, because an image of few steps would not save the time that its capture takes.
 FEW_CALLS = "it is offloaded, and a capture takes as long as several calls"
 # Maximum number of reasons that are counted separately. Further reasons are counted as "other reasons".
 MAX_REASONS = 64
-# Maximum number of kinds of calls that are remembered. A model has more only if its calls hardly repeat.
+# Maximum number of kinds of calls that are remembered. (One CUDA graph serves all calls of a kind.) A model
+# has more kinds only if its calls hardly repeat.
 _MAX_REMEMBERED = 64
-# Graphs that are replayed fewer times than this, because the model changes, had a short life.
+# Graphs that were replayed fewer times than this before the model changed had a short life. If this happens
+# several times in a row, the model is not captured for a while.
 _SHORT_LIFE = 3
 # If a model is offloaded as a whole, this number of calls of a kind run eagerly after each move to the GPU,
 # before one is captured (in the modes "auto" and "training"). For SDXL's UNet on an H100, a capture took
@@ -38,7 +41,7 @@ _MAX_PAUSE = 256
 
 
 def count_reason(counts: Counter[str], reason: str) -> None:
-    """Count a call that ran without a graph or plan for ``reason``."""
+    """Count a call that ran eagerly, and not as a CUDA graph or plan (rewritten trace), for ``reason``."""
     is_counted = reason in counts or len(counts) < MAX_REASONS
     counts[reason if is_counted else "other reasons"] += 1
 
@@ -62,17 +65,20 @@ class Policy:
         # Kind of call -> (the thread that made its first call, number of its calls). Removed when a call of
         # this kind is captured.
         self._called: OrderedDict[Any, tuple[int, int]] = OrderedDict()
-        self._refused: OrderedDict[Any, str] = OrderedDict()  # kind of call -> why it is not captured
-        self._rehearsed: OrderedDict[Any, None] = OrderedDict()  # kinds of calls whose kernels are compiled
-        self._pause: tuple[int, str] = (0, "")  # number of calls left in the pause, and its reason
+        # Kind of call -> why calls of this kind are not captured.
+        self._refused: OrderedDict[Any, str] = OrderedDict()
+        # Kinds of calls whose kernels were compiled ahead of a call.
+        self._rehearsed: OrderedDict[Any, None] = OrderedDict()
+        # Number of further calls in which nothing is captured, and the reason for this pause.
+        self._pause: tuple[int, str] = (0, "")
         # How many times in a row the model changed before its graphs had saved the time of their captures.
         self._short_lives = 0
-        self._short_memory = 0  # how many times memory was short
-        # Memory of the module's first weight at the last call of ``forget_if_moved``.
+        self._short_memory = 0  # how many pauses began because memory was short
+        # Weak reference to the memory that the module's first weight had when ``forget_if_moved`` last ran.
         self._storage: StorageWeakRef | None = None
         self.last_change = ""
 
-    # ---- pauses
+    # ---- pauses, in which no call is captured
 
     def model_changed(self, replays: int, fewest: int = _SHORT_LIFE) -> None:
         """Record that the model has changed after ``replays`` replays of its graphs.
@@ -85,7 +91,7 @@ class Policy:
             self._pause = (min(2**self._short_lives, _MAX_PAUSE), "the model changes too often")
 
     def pause_without_memory(self) -> None:
-        """Begin a pause, because memory is short. Does nothing within such a pause.
+        """Capture no calls for a while, because memory is short. Does nothing if such a pause has begun.
 
         The first pause has 256 calls, and each further one is twice as long. So a model whose graphs never
         fit is captured less and less often.
@@ -96,16 +102,17 @@ class Policy:
         self._short_memory += 1
 
     def check_pause(self) -> None:
-        """During a pause, count this call and raise Unsupported with the reason; else do nothing.
+        """During a pause, in which no call is captured, count this call and raise Unsupported.
 
-        If two threads call this method at once, they may be counted as one call.
+        The message is the reason of the pause. Outside of a pause this method does nothing. If two threads
+        call this method at once, they may be counted as one call.
         """
         calls, reason = self._pause
         if calls:
             self._pause = (calls - 1, reason)
             raise Unsupported(reason)
 
-    # ---- kinds of calls
+    # ---- kinds of calls (one graph serves all calls of a kind)
 
     def forget_kinds(self) -> None:
         """Forget which kinds of calls were made before, and which were refused: the model has changed."""
@@ -113,7 +120,7 @@ class Policy:
         self._refused.clear()
 
     def forget_if_moved(self, module: nn.Module) -> None:
-        """Call ``forget_kinds`` if the weights of ``module`` were moved since the last call of this method.
+        """Forget the earlier calls of ``module`` if its weights were moved since this method was last called.
 
         SDXL's pipeline, for example, converts its autoencoder before each decode, and so moves its weights.
         Then each call counts as the first of its kind. In the modes "auto" and "training" first calls are not
@@ -132,7 +139,7 @@ class Policy:
         _remember(self._called, key, (threading.get_ident(), 1))
 
     def check_offloaded(self, key: Any, module: nn.Module) -> None:
-        """Count this call if ``module`` is offloaded as a whole.
+        """Count this call if accelerate offloads ``module`` as a whole.
 
         Raises Unsupported if the weights were moved to the GPU only a few calls ago, so that a capture would
         hardly save its time. ``first_call`` must have been called for ``key``.
@@ -166,10 +173,10 @@ class Policy:
             raise Unsupported(self._refused[key])
 
     def is_first_rehearsal(self, key: Any) -> bool:
-        """True if this method was not called with ``key`` before, as far as keys are remembered.
+        """True if this method was not called with ``key`` before. Only the last 64 keys are remembered.
 
-        Then the caller must compile the kernels of calls of the kind ``key`` (``GraphedForward._rehearse``).
-        A change of the model does not matter, because kernels stay compiled.
+        If it is True, the caller must compile the kernels of calls of the kind ``key``
+        (``GraphedForward._rehearse``). A change of the model does not matter, because kernels stay compiled.
         """
         if key in self._rehearsed:
             return False

@@ -1,4 +1,7 @@
-"""Keeps the graphs of one module by kind of call. If there are too many, drops the least recently used."""
+"""Keeps the CUDA graphs of one module, and drops the least recently used one if there are too many.
+
+Calls are of one *kind* if the same graph can serve them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ MAX_GRAPHS = 8
 
 
 class Store:
-    """Graphs by kind of call, all captured from the same state of one module.
+    """Keeps one CUDA graph for each kind of call, all captured from the same state of one module.
 
     The caller of a method must hold the lock of ``backend``.
 
@@ -23,8 +26,9 @@ class Store:
         backend: captures and replays the graphs; None before the module's first call.
         watch: records the state of the module from which the graphs were captured. None until the first
             capture is tried, and after ``clear``.
-        survey: the module's layers with merged weights of adapters, in the state that ``watch`` recorded.
-        captured, replays, dropped: counts since the module was optimized.
+        survey: knows the module's layers with merged weights of adapters, as they were when ``watch`` was
+            made.
+        captured, replays, dropped: numbers of captures, replays and dropped graphs so far.
     """
 
     __slots__ = ("_graphs", "_replays_before", "backend", "captured", "dropped", "replays", "survey", "watch")
@@ -34,7 +38,8 @@ class Store:
         self.watch: Watch | None = None
         self.survey: AdapterSurvey | None = None
         self.captured = self.replays = self.dropped = 0
-        self._graphs: OrderedDict[Any, AnyGraph] = OrderedDict()  # least recently used graph first
+        # Kind of call -> its graph. The least recently used graph comes first.
+        self._graphs: OrderedDict[Any, AnyGraph] = OrderedDict()
         self._replays_before = 0
 
     def __len__(self) -> int:
@@ -45,11 +50,14 @@ class Store:
 
     @property
     def replays_of_state(self) -> int:
-        """Number of replays since ``begin`` was last called: since the state of the module last changed."""
+        """Number of replays since ``begin`` was last called, which is when the module had last changed."""
         return self.replays - self._replays_before
 
     def begin(self, watch: Watch, survey: AdapterSurvey) -> None:
-        """Set the state (``watch``, ``survey``) of all graphs that will be added. The store must be empty."""
+        """Set ``watch`` and ``survey``, which record the state of the module for all graphs added later.
+
+        The store must be empty.
+        """
         self.watch, self.survey = watch, survey
         self._replays_before = self.replays
 

@@ -1,10 +1,10 @@
-"""CUDA graphs for training: one graph of a call's forward, and one of its backward.
+"""Captures a call with gradients as two CUDA graphs: one of its forward, and one of its backward.
 
-What the forward saves for the backward is in memory of the graphs, and the next replay of the forward
-overwrites it. So after a replay, other calls that need the same graph run eagerly, until the backward of the
-replayed call has run or until its result is freed.
+The tensors that the forward saves for the backward are in memory of the graphs, and the next replay of the
+forward overwrites them. So after a replay, other calls that need the same graph run eagerly, until the
+backward of the replayed call has run or until the result of the replayed call is freed.
 
-The replay of the backward overwrites it too, because the backward writes its own results over saved tensors
+The replay of the backward overwrites the saved tensors too: the backward writes its own results over those
 that it has already read. So a backward that runs again (``retain_graph=True``) first replays the forward.
 """
 
@@ -35,9 +35,9 @@ _requires_grad_of = attrgetter("requires_grad")
 class Flags(AdapterSurvey):
     """Records which parameters of the model ``root`` require gradients, and notices when this changes.
 
-    Graphs with gradients are invalid after such a change, and if a module has backward hooks. An
-    ``AdapterSurvey`` keeps merged weights of adapters up to date. With gradients there are none, so this
-    class takes its place.
+    Graphs with gradients are invalid after such a change, and if a module has backward hooks. The base class
+    keeps merged weights of adapters up to date. With gradients no weights are merged, so objects of this
+    class replace objects of the base class.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -65,7 +65,7 @@ class Flags(AdapterSurvey):
 
 
 class _Turn:
-    """One call whose forward was replayed. ``is_done``: True once its backward has begun."""
+    """One call whose forward was replayed. ``is_done``: True once the backward of this call has begun."""
 
     __slots__ = ("__weakref__", "is_done")
 
@@ -88,8 +88,9 @@ class TrainingGraph:
     """
 
     gradients: ClassVar[Any] = torch.enable_grad
-    # False, because a call writes new values of factors (``factors.py``) before it finds out that the
-    # backward of the last replay has not run yet. That backward would then read the new values.
+    # False: numbers such as the scale of an IP-Adapter are constants here, and no inputs of the graph. A call
+    # writes new inputs before it finds out that the backward of the last replay has not run yet. That
+    # backward would then read the new values.
     has_factors: ClassVar[bool] = False
     left: list[int]
     kept: Any
@@ -103,7 +104,8 @@ class TrainingGraph:
         self._parameters = list(module.parameters())
         self._trained = _trained(module)
         self._places = [place for place, buffer in enumerate(buffers) if buffer.requires_grad]
-        # In a shared pool another graph could overwrite what the forward has saved for the backward.
+        # In a memory pool that other graphs use too, one of them could overwrite what the forward has saved
+        # for the backward.
         pool = backend.new_pool()
         with _aliased(module, self._trained) as trained, _checkpointed(module):
             self._forward = backend.capture(run, pool)
@@ -122,7 +124,9 @@ class TrainingGraph:
         plain = {id(tensor): tensor.detach() for tensor in outputs}
         self._forward.output = mapped(self._forward.output, lambda tensor: plain[id(tensor)])
         self._outputs = list(plain.values())
-        self._turn: weakref.ref[_Turn] | None = None  # the last replay of the forward
+        # The call whose forward was replayed last. The reference is weak: autograd keeps the call alive as
+        # long as its backward may run.
+        self._turn: weakref.ref[_Turn] | None = None
 
     @staticmethod
     def warm_up(module: nn.Module, buffers: list[Tensor], run: Callable[[], Any]) -> None:
@@ -191,7 +195,7 @@ class TrainingGraph:
             kept = [grad for grad, is_kept in zip(received, self._is_differentiable, strict=True) if is_kept]
             for place, grad in zip(self._received, kept, strict=True):
                 place.zero_() if grad is None else place.copy_(grad)
-            if turn.is_done:  # its backward has overwritten what the forward had saved
+            if turn.is_done:  # an earlier backward of this call has overwritten what the forward had saved
                 self._forward.replay()
             turn.is_done = True
             self._backward.replay()
@@ -218,7 +222,7 @@ class TrainingGraph:
 class _Replayed(torch.autograd.Function):
     """Makes the replay of a ``TrainingGraph`` an operation of autograd.
 
-    Its inputs are the tensors that get gradients: parameters and arguments.
+    The inputs of this operation are the tensors that get gradients: parameters and arguments.
     """
 
     @staticmethod
@@ -288,7 +292,7 @@ def _checkpointed(module: nn.Module) -> Iterator[None]:
 
 
 def _is_reentrant(function: Any) -> bool:
-    """True if ``function`` uses PyTorch's reentrant checkpointing, False if it uses the other one."""
+    """True if ``function`` uses PyTorch's reentrant checkpointing, False if it uses the non-reentrant one."""
     if getattr(function, "__module__", None) == "diffusers.models.modeling_utils":
         return False
     if isinstance(function, partial) and function.func is checkpoint and not function.args:
@@ -302,9 +306,10 @@ def _is_reentrant(function: Any) -> bool:
 def _run_checkpointed(is_reentrant: bool, block: Callable[..., Any], *args: Any) -> Any:
     """Run ``block`` and save ``args`` only. The backward runs ``block`` again.
 
-    Reentrant checkpointing runs a whole backward in the backward, which ``torch.autograd.grad`` refuses. So
-    the other one replaces it. Both give the same gradients, but the reentrant one gives none at all if no
-    argument requires one.
+    Reentrant checkpointing runs a whole backward inside of the backward, which ``torch.autograd.grad``
+    refuses. So this function always uses non-reentrant checkpointing. Both give the same gradients, with one
+    exception: reentrant checkpointing gives none if no argument requires a gradient. This function then does
+    the same.
     """
     if is_reentrant and not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
         with torch.no_grad():
@@ -313,7 +318,10 @@ def _run_checkpointed(is_reentrant: bool, block: Callable[..., Any], *args: Any)
 
 
 def _dependents(ends: list[Tensor], wanted: list[Tensor]) -> list[set[int]]:
-    """For each tensor of ``wanted``, the places of the ``ends`` that were computed from it."""
+    """For each tensor of ``wanted``, the indices of the outputs in ``ends`` that were computed from it.
+
+    ``wanted``: the parameters and arguments that get gradients.
+    """
     found: dict[int, set[int]] = {id(tensor): set() for tensor in wanted}
     for place, end in enumerate(ends):
         seen: set[Any] = set()
@@ -330,10 +338,10 @@ def _dependents(ends: list[Tensor], wanted: list[Tensor]) -> list[set[int]]:
 
 
 def _gradients(ends: list[Tensor], wanted: list[Tensor], received: list[Tensor]) -> tuple[Tensor | None, ...]:
-    """The gradients of ``wanted``. ``received``: the gradients of ``ends``.
+    """The gradients of ``wanted``. ``received``: the gradients of the outputs ``ends``.
 
-    PyTorch runs all backwards of a GPU in one thread of its own. Here it runs this backward in the caller's
-    thread, because its own thread may be waiting for the lock that the caller holds.
+    PyTorch runs all backwards of a GPU in one thread of its own. Here this backward runs in the caller's
+    thread, because PyTorch's thread may be waiting for the lock that the caller holds.
     """
     with torch.autograd.set_multithreading_enabled(False):
         return torch.autograd.grad(ends, wanted, received, allow_unused=True)

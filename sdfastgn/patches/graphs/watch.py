@@ -83,14 +83,15 @@ _NUMBERS_AND_NAMES = (bool, int, float, complex, str, bytes, range, type(None))
 _KINDS_OF_TENSORS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 # Classes of leaves: values that refer to no other object that must be watched.
 _LEAVES = (*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, type, types.ModuleType, weakref.ref)
-# Leaves of exactly these classes contain no code, so the package of their class is not checked.
+# Values of exactly these classes refer to no other object and contain no code. So the package of their class
+# is not checked.
 _LEAVES_OF_NO_PACKAGE = frozenset((*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, weakref.ref))
-# Packages whose numbers and other leaves may occur in a model.
+# Packages whose numbers, and other values without references to objects, may occur in a captured model.
 _TRUSTED_LEAVES = TRUSTED | {"numpy"}
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 # Attributes through which functions, methods and partials refer to other objects.
 _PARTS = ("__self__", "__func__", "func", "args", "keywords", "__closure__", "__defaults__", "__kwdefaults__")
-# Methods and built-in functions. They refer to other objects only through ``_PARTS``.
+# Methods and built-in functions. They refer to other objects only through the attributes in ``_PARTS``.
 _BOUND = (types.MethodType, types.BuiltinFunctionType)
 # A model that refers to an object of these classes is not captured: the content of an ``lru_cache`` cannot be
 # read, and a ``threading.local`` has another content in each thread.
@@ -101,23 +102,24 @@ _MAX_OBJECTS = 50_000
 # writes into them, which PyTorch counts.
 _FEW = 16
 
-# The entry of a module's ``__dict__`` that usually holds a ``GraphedForward``, if there is one. A Watch does
-# not look into it. If a ``GraphedForward`` replaces another method, ``unwatched`` names that method.
+# The key of a module's ``__dict__`` under which sdfastgn usually puts the object that runs the module's calls
+# as CUDA graphs. A Watch does not look into this object. If the object replaces another method than
+# ``forward``, ``unwatched`` names that method.
 _OUR_ENTRY = "forward"
 # Name of a module's dict -> word for its items, for messages.
 _ENTRIES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # Attributes of modules that are not compared:
 # - the attributes of ``nn.Module()`` that no forward reads, such as the dicts of hooks for gradients;
-# - sdfastgn's own entries: ``_apply``, which runs when a module is moved, CALL, which compares code, and
-#   those that GUARDS names, which run when a module is copied;
+# - sdfastgn's own entries: ``_apply``, which runs when a module is moved; ``_call_impl``, which looks for
+#   replaced code; and those that GUARDS names, which run when a module is copied;
 # - the dicts of forward hooks and of buffers. ``_see_hooks`` and ``_see_module`` watch their content.
 _INERT = frozenset((*vars(nn.Module()), "_apply", CALL, *GUARDS)) - {"training", "_parameters", "_modules"}
 # Attributes that diffusers' loader of LoRAs sets in the root of a model. They may change, because no forward
 # reads them.
 _NOTES = frozenset(("peft_config", "_hf_peft_config_loaded", "lora_scale", "_safe_fusing"))
-# Attributes of a root whose whole model is offloaded. They may change, because the hook runs outside of the
-# graph. (The hook also refers to another model of the pipeline.)
+# Attributes that accelerate sets in a model that it offloads as a whole. They may change, because the hook
+# that moves the model runs outside of the graph. (The hook also refers to another model of the pipeline.)
 _OF_OFFLOADING = frozenset(("_hf_hook", "_old_forward"))
 
 
@@ -144,7 +146,8 @@ class Watch:
         apart: module -> names of its attributes that the caller compares itself.
         may_move: True if weights may move to other memory, because calls look them up by name. Then only
             their shapes, strides, dtypes and devices are compared.
-        trusted: packages whose code keeps no state but in tensors and attributes, besides the known ones.
+        trusted: further packages whose code keeps state only in tensors and attributes. Those in ``TRUSTED``
+            are always included.
 
     Attributes:
         factors: the numbers in the model's attributes that are inputs of its graphs.
@@ -183,9 +186,9 @@ class Watch:
         self._numbers, self._writes = Numbers(), Writes()
         self._cells, self._attributes, self._plain = Cells(), Attributes(_INERT, _ENTRIES), Values()
         self.factors = Factors()
-        # Quick comparisons come first: ``unchanged`` stops at the first one that finds a change.
-        # ``_memory`` comes before those that read tensors: if the memory of a tensor was freed, they must not
-        # run.
+        # Quick comparisons come first: ``unchanged`` stops at the first one that finds a change. The
+        # comparison of addresses, ``_memory``, comes before those that read tensors: if the memory of a
+        # tensor was freed, the tensor must not be read.
         self._comparisons: tuple[Comparison, ...] = (
             self._empty, self._types, self._held, self._memory, self._numbers, self._writes, self._cells,
             self._attributes, self.factors, self._plain,
@@ -195,9 +198,9 @@ class Watch:
         for weight in () if survey is None else survey.parameters:
             self._memory.add(weight, "merged weights of adapters")
         for walked in (self._seen, self._objects, self._keys, self._lora_scales, self._merged, self._apart):
-            walked.clear()  # they were for the walk only
+            walked.clear()  # these collections were only needed to visit all objects of the model
         self._root_values = _own_values(root, self._unwatched_in_root)
-        if self.reason is not None:  # a tensor that gave the reason may have no address, so none is read
+        if self.reason is not None:  # if a tensor is the reason, it may have no address to be read
             for tensors in (self._memory, self._numbers, self._writes):
                 tensors.clear()
         for comparison in self._comparisons:
@@ -235,7 +238,10 @@ class Watch:
             return False
 
     def what_changed(self, root: nn.Module) -> str:
-        """The first difference that is found, in words. Slow: for use after ``unchanged`` returned False."""
+        """Says in words what has changed: the first difference that is found.
+
+        This is slow. It is called after ``unchanged`` has returned False.
+        """
         if type(root) is not self._root_type:
             return changed("the class of the model", self._root_type, type(root))
 
@@ -245,14 +251,15 @@ class Watch:
             return difference_of(Place("", "attribute", {}, ()), before, now, operator.is_)
 
         for difference in (*(comparison.difference for comparison in self._comparisons), own_attributes):
-            with contextlib.suppress(Exception):  # a comparison may raise, as described in ``unchanged``
+            # A comparison raises, for example, if an attribute was removed.
+            with contextlib.suppress(Exception):
                 found = difference()
                 if found is not None:
                     return found
         return "something in the model changed"
 
     def _walk(self, root: nn.Module) -> None:
-        """Record ``root`` and everything that it refers to. Stops at an object that gives a reason."""
+        """Record ``root`` and everything that it refers to. Stops at an object that forbids a capture."""
         todo: list[tuple[str, Any]] = [("", root)]
         while todo and self.reason is None:
             path, value = todo.pop()
@@ -280,7 +287,7 @@ class Watch:
         return Place(name, kind, container, self._keys.setdefault(keys, keys))
 
     def _is_trusted(self, path: str, value: Any) -> bool:
-        """True if ``value`` is of a known package. Otherwise sets ``reason``."""
+        """True if ``value`` is of a package whose code keeps no hidden state. Otherwise sets ``reason``."""
         package = _package_of(value)
         is_known = package in self._trusted or (package in _TRUSTED_LEAVES and _is_leaf(value))
         if not is_known:
@@ -306,7 +313,7 @@ class Watch:
         self._memory.add(tensor, path)
         # A capture may have stored the value of a CPU tensor, for instance as an argument of a kernel. Then
         # its value, or the number of writes into it, is watched too. A capture on a GPU may store the value
-        # of any CPU tensor. One on the CPU stores only values of 0-d tensors.
+        # of any CPU tensor. A capture on the CPU, as in tests, stores only values of 0-d tensors.
         if tensor.device.type != "cpu" or (tensor.dim() and not self._is_on_gpu):
             return
         if tensor.numel() <= _FEW:
@@ -362,14 +369,14 @@ class Watch:
     def _see_container(self, path: str, value: Any, kind: str = "item") -> list[tuple[str, Any]]:
         """Record a container, and return (dotted path, item) for each of its items.
 
-        ``path``: the container's dotted path. ``kind``: as in ``Place``.
+        ``path``: the container's dotted path. ``kind``: the word for its items in messages.
         """
         place = self._place(path, "LoRA scale" if id(value) in self._lora_scales else kind, value)
         pairs = list(dict.items(value) if isinstance(value, dict) else enumerate(value))
         if isinstance(value, (dict, list, set)):
             items: Any = value
             if isinstance(value, dict):
-                self._plain.add(value, None)  # compares the keys; the values are added below
+                self._plain.add(value, None)  # this compares the keys of the dict; its values are added below
                 items = dict.values(value)
             if not pairs:
                 self._empty.add(value, place)
@@ -384,12 +391,15 @@ class Watch:
 
 
 def reason_of_error(error: Exception) -> str:
-    """Why no ``Watch`` can be made now. It reads properties of users' classes, which may raise any error."""
+    """Says why the state of a model cannot be recorded now, if ``Watch`` has raised ``error``.
+
+    The constructor of ``Watch`` reads properties of users' classes, which may raise any error.
+    """
     return f"its state cannot be watched: {one_line(error)}"
 
 
 class Comparison(Protocol):
-    """The type of ``Factors`` and of the classes in ``comparisons.py``: the methods that ``Watch`` calls."""
+    """The methods that each of the objects has in which a ``Watch`` records one kind of state."""
 
     def freeze(self) -> None: ...
 
@@ -399,7 +409,10 @@ class Comparison(Protocol):
 
 
 def attributes_of(module: nn.Module, *, is_root: bool) -> dict[str, Any]:
-    """The attributes of ``module`` that a Watch compares, without parameters, buffers, modules and hooks."""
+    """The attributes of ``module`` in which a Watch notices changes.
+
+    Parameters, buffers, child modules and hooks are not among them.
+    """
     inert = {*_INERT, *_ENTRIES, _OUR_ENTRY}
     if is_root:
         inert |= _NOTES | (_OF_OFFLOADING if is_offloaded_whole(module) else frozenset())

@@ -1,8 +1,9 @@
 """Folds an ``nn.BatchNorm2d`` in eval mode into the convolution directly before it in an ``nn.Sequential``.
 
-The parameters and the state_dict stay as they are. Each call folds the present weights, because a copy that
-is kept would be outdated if an optimizer or other code wrote into a parameter: PyTorch does not count all
-writes. Folding reads and writes the weights once, which takes less time than the norm takes with most images.
+The parameters and the state_dict stay as they are. Each call folds the present weights. Folded weights from
+an earlier call would be outdated if an optimizer or other code had written into a parameter since, and this
+could go unnoticed, because PyTorch does not count all writes. Folding reads and writes the weights once. With
+most images this takes less time than the norm.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from sdfastgn.patches.swap.fusion import foreign_override, is_unhooked, register
 
 
 class FoldedBatchNorm2d(nn.BatchNorm2d):
-    """``nn.BatchNorm2d`` without changes. The class marks a norm that ``FusedSequential`` may fold."""
+    """``nn.BatchNorm2d`` without changes. The class marks a norm that may be folded into a convolution."""
 
 
 register_fused(FoldedBatchNorm2d, nn.BatchNorm2d)

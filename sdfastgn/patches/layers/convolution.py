@@ -1,10 +1,10 @@
-"""Calls of convolutions without separate passes over the result for bias, residual and ReLU.
+"""Calls convolutions without separate passes over the result for bias, residual and ReLU.
 
 Either the kernel that reads the result adds the bias (``conv_without_bias``), or cuDNN adds bias and residual
 and applies ReLU before it writes the result (``conv_relu``). ``pointwise`` computes 1x1 convolutions as
 matrix products. All three need a call on a GPU without gradients, and a plain ``nn.Conv2d``;
 ``conv_without_bias`` also takes a plain ``nn.Conv1d`` or ``nn.Conv3d``. Every other convolution, for example
-one with hooks, is called as in stock.
+one with hooks, is simply called.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def is_plain_conv(conv: nn.Module) -> bool:
 
 
 def keeps_size(conv: nn.Conv2d) -> bool:
-    """True for a 3 x 3 convolution with stride 1 and zero padding of one pixel: its output has x's size."""
+    """True for a 3 x 3 convolution with stride 1 and zero padding of one pixel. It keeps height and width."""
     sizes = conv.kernel_size, conv.stride, conv.padding, conv.dilation
     return sizes == ((3, 3), (1, 1), (1, 1), (1, 1)) and conv.padding_mode == "zeros"
 
 
 def conv_without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Computes conv(x), without the bias if another kernel may add it.
+    """Computes conv(x), without the bias if a later kernel can add the bias.
 
-    Returns (result, the bias that is still to be added, or None).
+    Returns (result, bias). The caller must add the bias to the result, unless the bias is None.
     """
     conv = plain_layer(conv)
     if is_plain_conv(conv):
@@ -84,12 +84,12 @@ def _fits_cudnn(conv: nn.Conv2d, x: Tensor, residual: Tensor | None) -> bool:
         and not torch.is_autocast_enabled("cuda")
         and torch.backends.cudnn.enabled
         and not (torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled())
-        and hasattr(torch, "cudnn_convolution_add_relu")  # False if PyTorch was built without cuDNN
+        and hasattr(torch, "cudnn_convolution_add_relu")  # PyTorch without cuDNN lacks this function
     )
 
 
 def pointwise(conv: Any, x: Tensor) -> Tensor:
-    """conv(x) for x (N, C, H, W), computed as a matrix product if ``conv`` is 1x1 and x is channels-last.
+    """Computes conv(x) for x (N, C, H, W), as a matrix product if ``conv`` is 1x1 and x is channels-last.
 
     The product is faster because it adds the bias before it writes the result. In fp32 the convolution is
     called instead. By default, PyTorch uses the faster TF32 for fp32 convolutions, but not for fp32 matrix
@@ -108,7 +108,7 @@ def pointwise(conv: Any, x: Tensor) -> Tensor:
 
 
 def pointwise_tokens(conv: Any, tokens: Tensor, H: int, W: int) -> Tensor:
-    """Computes ``pointwise`` of an image whose pixels are ``tokens`` (N, HW, C). Returns (N, HW, C_out)."""
+    """Computes ``conv``, 1x1, of an image whose pixels are ``tokens`` (N, HW, C). Returns (N, HW, C_out)."""
     conv = plain_layer(conv)
     product = _as_linear(conv, tokens, tokens.shape[-1])
     if product is not None:
@@ -117,9 +117,9 @@ def pointwise_tokens(conv: Any, tokens: Tensor, H: int, W: int) -> Tensor:
 
 
 def _as_linear(conv: Any, x: Tensor, C: int) -> tuple[Tensor, Tensor | None] | None:
-    """Weight (C_out, C) and bias of the linear layer that computes ``conv`` of each pixel of x.
+    """The weight (C_out, C) and the bias of the linear layer that computes ``conv`` of each pixel of x.
 
-    None if x must be convolved. C: number of channels of x.
+    None if ``conv`` itself must be called. C: number of channels of x.
     """
     if not is_plain_conv(conv):
         return None

@@ -19,14 +19,14 @@ from sdfastgn.patches.swap.fusion import ClassSwap, activation_of, is_unhooked, 
 
 
 class FusedGroupNorm(nn.GroupNorm):
-    """``nn.GroupNorm`` on sdfastgn's kernel. The result has the input's layout.
+    """``nn.GroupNorm`` on sdfastgn's kernel. The result has the input's memory format.
 
-    Shapes, dtypes and errors: ``sdfastgn.group_norm``.
+    ``sdfastgn.group_norm`` documents the shapes, dtypes and errors.
     """
 
-    # ``cls.norm_alone is cls`` tells whether forward only normalizes: a class with such a forward has itself
-    # as ``norm_alone``. A subclass with another forward inherits the value, which is then another class.
-    # Every release of torch.compile can trace this comparison.
+    # The class itself, if its ``forward`` only normalizes. A subclass whose ``forward`` does more inherits
+    # this attribute, whose value is then not the subclass. So ``cls.norm_alone is cls`` tells whether the
+    # ``forward`` of ``cls`` only normalizes. Every release of torch.compile can trace this comparison.
     norm_alone: type[nn.Module] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -58,25 +58,27 @@ def _is_fused(norm: nn.Module) -> bool:
 
 
 def fused_activation(norm: nn.Module, act: nn.Module) -> str | None:
-    """The name of ``act`` for ``norm._fused``. None if ``act(norm(x))`` cannot run as one kernel.
+    """The name by which the norm's kernel knows ``act``. None if ``act(norm(x))`` cannot run as one kernel.
 
-    It can if ``norm`` is a fused norm, the kernel has the activation ``act``, and neither has hooks.
+    One kernel can compute it if ``norm`` is a ``FusedGroupNorm``, the kernel has the activation ``act``, and
+    neither module has hooks.
     """
     name = activation_of(act) if _is_fused(norm) else None
     return name if name is not None and is_unhooked(norm, act) else None
 
 
 def norm_tokens(norm: Any, x: Tensor) -> Tensor:
-    """``norm(x)`` for x (N, C, H, W), as tokens (N, HW, C)."""
+    """Computes ``norm(x)`` for x (N, C, H, W). Returns the result as tokens (N, HW, C)."""
     if _is_fused(norm) and is_unhooked(norm) and dispatch.has_kernels(x):
         return norm._fused(x, "identity", tokens=True)
     return norm(x).permute(0, 2, 3, 1).flatten(1, 2)
 
 
 def norm_act(norm: Any, act: nn.Module, x: Tensor, reader: Any = None) -> Tensor:
-    """``act(norm(x))`` for x (N, C, *spatial), in one kernel if that is possible.
+    """Computes ``act(norm(x))`` for x (N, C, *spatial), in one kernel if that is possible.
 
-    ``reader``: the only layer that reads the result, if it is known (``rounding.py``).
+    ``reader``: the only layer that reads the result; None if other code may read the result. If this layer
+    would cast the result to autocast's dtype, the norm may write this dtype (``rounding.py``).
     """
     name = fused_activation(norm, act)
     if name is None or not dispatch.has_kernels(x):
@@ -85,7 +87,12 @@ def norm_act(norm: Any, act: nn.Module, x: Tensor, reader: Any = None) -> Tensor
 
 
 def fused_norm(norm: Any, x: Tensor, activation: str, reader: Any, operands: dict[str, Any]) -> Tensor:
-    """Computes ``norm._fused(x, activation, **operands)``. ``reader``: as in ``norm_act``."""
+    """Computes ``norm`` of x and the activation in one kernel.
+
+    ``operands``: further arguments of the function ``group_norm``, by keyword.
+
+    ``reader``: the only layer that reads the result; None if other code may read the result.
+    """
     readers = None if reader is None else (reader,)
     return rounded(_run_fused, norm, x, activation, operands, readers=readers)
 

@@ -1,7 +1,7 @@
 """Fuses known subclasses of ``nn.GroupNorm``: GroupNorm32, which casts to fp32, and timm's GroupNormAct.
 
 When the first instance of such a class is optimized, a fused subclass of the class is made. So a fused module
-is still an instance of its stock class.
+is still an instance of its original class.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _MadeLater(FusedGroupNorm):
     """Base class of the fused classes. It makes their instances picklable.
 
     The fused classes are made at run time, so unpickling cannot find them by name. A pickle of a fused module
-    contains the stock class instead, and unpickling makes the fused class again.
+    contains the original class instead, and unpickling makes the fused class again.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -45,7 +45,7 @@ class _MadeLater(FusedGroupNorm):
 class FusedGroupNorm32(_MadeLater):
     """GroupNorm32 on sdfastgn's kernel, which computes in fp32 and rounds once.
 
-    x (N, C, *spatial) -> the same.
+    The input and the result have the shape (N, C, *spatial) and the same dtype.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,19 +56,19 @@ class FusedGroupNorm32(_MadeLater):
         return super()._fused(x, activation, **operands).to(x.dtype)
 
     def _in_pytorch(self, input: Tensor) -> Tensor:
-        # Weights are in fp64 if ``verify`` computes a reference. Then x is not cast to fp32 as upstream does,
-        # because PyTorch's norm needs x and weights of one dtype.
+        # Weights are in fp64 if sdfastgn's function ``verify`` computes a reference. Then x is not cast to
+        # fp32 as the original forward does, because PyTorch's norm needs x and weights of one dtype.
         is_wide = self.weight is not None and self.weight.dtype is torch.float64
         return super()._in_pytorch(input if is_wide else input.float()).to(input.dtype)
 
 
 class FusedGroupNormAct(_MadeLater):
-    """timm's ``GroupNormAct``: norm and activation in one kernel.
+    """Computes norm and activation of timm's ``GroupNormAct`` in one kernel.
 
     timm calls the module ``drop`` between norm and activation. If ``drop`` is not an Identity, all three run
     one by one.
 
-    x (N, C, *spatial) -> the same.
+    The input and the result have the shape (N, C, *spatial).
     """
 
     drop: nn.Module
@@ -77,7 +77,7 @@ class FusedGroupNormAct(_MadeLater):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._fast_norm:
-            # This is timm's ``forward``. A plain ``super()`` would call the one of ``FusedGroupNorm``.
+            # This is timm's ``forward``. A plain ``super()`` would call the ``forward`` of FusedGroupNorm.
             return super(FusedGroupNorm, self).forward(x)
         name = activation_of(self.act)
         drops = type(self.drop) is not nn.Identity or not is_unhooked(self.drop)
@@ -87,7 +87,7 @@ class FusedGroupNormAct(_MadeLater):
 
 
 _FUSED: dict[str, type[FusedGroupNorm]] = {CAST: FusedGroupNorm32, NORM_ACT: FusedGroupNormAct}
-# Stock class -> its fused subclass.
+# Original class -> its fused subclass.
 _made: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -114,10 +114,10 @@ def _new(stock: type[nn.Module]) -> Any:
 
 
 class SubclassSwap:
-    """A fusion that changes the class of a module, like ``ClassSwap``.
+    """A fusion that gives modules of known subclasses of GroupNorm a fused class.
 
-    ``ClassSwap`` knows the class object. This fusion recognizes classes by the code of their ``forward``,
-    because many projects have a copy of GroupNorm32, and timm may not be installed.
+    Unlike ``ClassSwap``, which compares class objects, this fusion recognizes classes by the code of their
+    ``forward``, because many projects have a copy of GroupNorm32, and timm may not be installed.
     """
 
     name = "group_norm_subclass"

@@ -23,9 +23,9 @@ NORM_ACT = "norm_act"
 
 # Hash of the code of a ``forward`` -> what this code does.
 _KINDS = {
-    "38ab40599b7fe8a5": CAST,  # casts back with .type(x.dtype)
-    "fb6dbc32c2bcda99": CAST,  # casts back with .to(x.dtype)
-    "2952c40abcaa8cd6": NORM_ACT,  # timm 0.9 to 1.0.31
+    "38ab40599b7fe8a5": CAST,  # a GroupNorm32 that casts its result with .type(x.dtype)
+    "fb6dbc32c2bcda99": CAST,  # a GroupNorm32 that casts its result with .to(x.dtype)
+    "2952c40abcaa8cd6": NORM_ACT,  # GroupNormAct and GroupNorm1Act of timm 0.9 to 1.0.31
 }
 # A ``forward`` -> the hash of its code. Classes cannot be the keys: a class may get another ``forward``.
 _hashes: weakref.WeakKeyDictionary[types.FunctionType, str] = weakref.WeakKeyDictionary()

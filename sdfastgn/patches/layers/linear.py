@@ -1,9 +1,9 @@
-"""Faster calls of linear layers, in two ways.
+"""Makes calls of linear layers faster, in two ways.
 
 While a CUDA graph is captured, ``call_linear`` uses the fastest algorithm for the layer's matrix product.
 For an input with few rows, ``fused_linear`` computes the activation that precedes the layer, the matrix
 product and the bias in one kernel. Both need a plain ``nn.Linear``, and a call on a GPU without gradients.
-Every other layer is called as in stock.
+Every other layer is simply called.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def parameters_of_plain(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
-    """(weight, bias) of ``module`` if ``is_plain_linear`` is True; None if it is False."""
+    """Returns (weight, bias) of ``module`` if ``is_plain_linear(module)`` is True, else None."""
     if type(module) is not nn.Linear or not is_unhooked(module):
         return None
     found = parameters_of(module)
@@ -40,9 +40,10 @@ def parameters_of_plain(module: nn.Module) -> tuple[Tensor, Tensor | None] | Non
 def call_linear(layer: Any, x: Tensor, name: str | None = None) -> Tensor:
     """Computes ``layer(x)``. In a CUDA graph the product runs with the fastest algorithm for its shape.
 
-    A plain layer is not called: its product alone takes half the CPU time.
+    If the layer is a plain ``nn.Linear``, the product is computed directly. This takes half the CPU time of a
+    call of the layer.
 
-    ``name``: the keyword by which upstream passes x to the layer; None if it passes x by position.
+    ``name``: the keyword by which diffusers passes x to the layer; None if it passes x by position.
     """
     layer = plain_layer(layer)
     parameters = None if torch.compiler.is_dynamo_compiling() else parameters_of_plain(layer)
@@ -52,7 +53,7 @@ def call_linear(layer: Any, x: Tensor, name: str | None = None) -> Tensor:
 
 
 def linear_of(linear: Any, act: Any, x: Any) -> Tensor:
-    """Computes ``linear(act(x))``, or ``linear(x)`` if act is None, by ``fused_linear`` if possible."""
+    """Computes ``linear(act(x))``, or ``linear(x)`` if act is None, in one kernel if possible."""
     linear = plain_layer(linear)
     y = fused_linear(linear, act, x)
     if y is None:

@@ -7,8 +7,8 @@ view of the allocation as the joined weight. So a write into a parameter takes e
 that a parameter was moved (``.to()``, ``param.data = ...``, ``load_state_dict(assign=True)``, offloading).
 
 The model's own parameters are never packed during a call of the model. Packing frees their old memory, and a
-CUDA graph that was captured earlier would still read it. New merged weights of adapters may be packed then,
-because no graph reads them yet.
+CUDA graph that was captured earlier would still read it. But new merged weights of adapters may be packed
+during a call, because no graph reads them yet.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def plain_parameters(linears: Sequence[Any]) -> Parameters | None:
     for linear in linears:
         if type(linear) is not nn.Linear:
             return None
-        parameters = linear._parameters  # faster than ``linear.weight``, which takes a microsecond
+        # Reading ``_parameters`` is faster than reading ``linear.weight``, which takes a microsecond.
+        parameters = linear._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias")
         if weight is None:
             return None
@@ -94,9 +95,10 @@ def _allocation(owner: nn.Module) -> torch.UntypedStorage | None:
 
 
 def pack(owner: nn.Module, linears: Sequence[Any]) -> None:
-    """Put the parameters of ``linears``, which are layers of ``owner``, side by side if possible.
+    """Move the parameters of ``linears``, which are layers of ``owner``, side by side if possible.
 
-    See ``kernels/product/packed.py`` for what stays as it is, and for parameters that cannot be moved.
+    The parameters stay the same objects and keep their values. None is moved if one of them is quantized or
+    offloaded, or shares its storage with another tensor (``kernels/product/packed.py``).
     """
     parameters = plain_parameters(linears)
     if parameters is None or joined(owner, parameters) is not None:

@@ -1,4 +1,4 @@
-"""The middle of a residual block: its first convolution, time embedding, norm and activation.
+"""Computes the middle of a residual block: its first convolution, time embedding, norm and activation.
 
 The bias of the convolution has one number for each channel. The projected time embedding has one number for
 each sample and channel. One small kernel (``act_linear``) computes their sum: it applies the activation to
@@ -25,8 +25,8 @@ class Embedding(NamedTuple):
 
     Attributes:
         value: (N, K); None if there is no embedding.
-        linear: the layer that projects it to (N, C), or to (N, 2C) if ``scales`` is True. None if ``value``
-            is used as it is.
+        linear: the layer that projects ``value`` to (N, C), or to (N, 2C) if ``scales`` is True. None if
+            ``value`` is used as it is.
         act: the activation that is applied before the projection; None if there is none.
         scales: False if the embedding is added before the norm. True if its first half, plus one, multiplies
             the norm's result, and its second half is then added.
@@ -62,7 +62,8 @@ def conv_norm_act(
         act: the activation after the norm.
         C: number of output channels of ``conv``.
         embedding: the time embedding.
-        reader: the only layer that reads the result, if it is known (``rounding.py``).
+        reader: the only layer that reads the result; None if other code may read the result. If this layer
+            would cast the result to autocast's dtype, the norm may write this dtype (``rounding.py``).
     """
     N, scales = h.shape[0], embedding.scales
     conv = plain_layer(conv)
@@ -72,7 +73,7 @@ def conv_norm_act(
     weight, bias = parameters_of(conv) if can_move else (None, None)
     temb, has_bias = _project(embedding, h, bias)
     fits = temb is None or (
-        embedding.linear is not None  # without it temb may have any shape; PyTorch adds it
+        embedding.linear is not None  # a temb that was not projected may have any shape, so PyTorch adds it
         and temb.dtype == h.dtype
         and tuple(temb.shape) == (N, 2 * C if scales else C)
     )

@@ -1,4 +1,4 @@
-"""Norms under autocast that write half precision, where the next layers would cast the result anyway.
+"""Lets norms under autocast write half precision, where the next layers would cast the result anyway.
 
 Under autocast PyTorch's norms return fp32. Each linear layer or convolution that reads such a result casts it
 to half precision first. If all readers are such layers, and the norm's input and parameters have half

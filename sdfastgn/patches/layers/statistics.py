@@ -40,11 +40,13 @@ class _Key(weakref.ref[Tensor]):
 
 class _Entry(NamedTuple):
     key: _Key
-    state: tuple[Any, ...]  # ``_state_of(x)`` at the time of ``store_statistics(x, ...)``
+    # The state of the tensor (``_state_of``) when its statistics were stored.
+    state: tuple[Any, ...]
     statistics: Tensor
 
 
-# Id of a tensor -> its entry. PyTorch's WeakTensorKeyDictionary would take 20 times as long.
+# Id of a tensor -> its stored statistics. A lookup in PyTorch's WeakTensorKeyDictionary would take 20 times
+# as long.
 _stored: dict[int, _Entry] = {}
 
 
@@ -67,7 +69,9 @@ def _state_of(x: Tensor) -> tuple[Any, ...]:
 def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
     """Keep ``statistics`` of ``x`` for the norm that reads ``x``, and return ``x``.
 
-    Call it only if ``emits`` is True for the size of ``x``.
+    Statistics are the mean and the sum of squared deviations of each channel.
+
+    Call this function only if ``emits`` is True for the numbers of channels and positions of ``x``.
 
     ``statistics``: (2, N, P, C) fp32, where P is the number of parts into which the positions are split.
     """
@@ -78,7 +82,10 @@ def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
 
 
 def take_statistics(x: Tensor) -> Tensor | None:
-    """Remove the statistics of ``x`` from the table and return them. None if it has no valid statistics."""
+    """Returns the mean and the squared deviations of each channel of x that ``store_statistics`` has stored.
+
+    They are removed from the table. None if they are missing or outdated.
+    """
     if torch.compiler.is_dynamo_compiling() or id(x) not in _stored:
         return None
     entry = _stored.pop(id(x), None)
@@ -90,7 +97,8 @@ def take_statistics(x: Tensor) -> Tensor | None:
 def emits(C: int, HW: int) -> bool:
     """True if code that writes a tensor of C channels and HW positions saves time by storing its statistics.
 
-    False in inference mode, in which tensors cannot have statistics.
+    False in inference mode: its tensors have no version counter, which would show that statistics are
+    outdated.
     """
     return statistics_pay(C, HW) and not torch.is_inference_mode_enabled()
 
@@ -123,7 +131,8 @@ def blend(
 ) -> Tensor:
     """Returns factors[0] * residual + factors[1] * (x + bias). Each sample has its own two factors.
 
-    On a GPU, without gradients, one kernel computes the result, and also its statistics if ``emits`` is True.
+    On a GPU, without gradients, one kernel computes the result. If storing statistics saves time (``emits``
+    in this file), it also computes the statistics, which are kept for the GroupNorm that reads the result.
 
     Args:
         x, residual: (N, C, *spatial).
@@ -146,7 +155,7 @@ def blend(
 def as_video(x: Tensor, frames: int) -> Tensor:
     """Returns x (N * frames, C, H, W) as a view (N, C, frames, H, W). The view is channels-last if x is.
 
-    If there are statistics of x, they are stored for the view.
+    If statistics of x are stored for the norm that reads x, they are stored for the view instead.
     """
     statistics = take_statistics(x)
     video = x.unflatten(0, (-1, frames)).transpose(1, 2)
@@ -165,7 +174,8 @@ def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     """Returns x + bias, where x (N, C, *spatial) is a convolution's result and bias is (C,), (N, C) or None.
 
     The sum may be written over x. On a GPU, without gradients, one kernel computes the sum. If storing
-    statistics saves time (``emits`` in this file), it also computes the statistics of the sum.
+    statistics saves time (``emits`` in this file), it also computes the statistics, which are kept for the
+    GroupNorm that reads the sum.
     """
     if bias is None or not (dispatch.is_plain_inference(x, (bias,)) and _fits(x, bias) and is_dense(x)):
         return _with_bias(x, bias)
@@ -193,7 +203,8 @@ def cat(a: Tensor, b: Tensor) -> Tensor:
     """Returns ``torch.cat((a, b), dim=1)`` for tensors (N, C, *spatial).
 
     For channels-last tensors on a GPU, without gradients, one kernel copies a and b. If storing statistics
-    saves time (``emits`` in this file), it also computes the statistics of the result.
+    saves time (``emits`` in this file), it also computes the statistics, which are kept for the GroupNorm
+    that reads the result.
     """
     if not (dispatch.is_plain_inference(a, (b,)) and _join(a, b)):
         return torch.cat((a, b), dim=1)

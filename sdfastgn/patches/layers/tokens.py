@@ -1,6 +1,6 @@
-"""Parts of transformer blocks that the fusions for diffusers and ComfyUI share.
+"""Computes parts of transformer blocks, for the fusions of diffusers and of ComfyUI.
 
-These are LayerNorm with the residual add before it, and the feed-forward network with GEGLU.
+The parts are LayerNorm with the residual add before it, and the feed-forward network with GEGLU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TRAINING_ELEMENTS = 2**24
 def linear_geglu(layer: Any, x: Tensor) -> Tensor:
     """Computes ``a * gelu(b)``, where a and b are the halves of ``layer(x)``.
 
-    If ``layer`` is plain, the kernel of GELU adds the layer's bias.
+    If ``layer`` is a plain ``nn.Linear``, the kernel that computes GELU also adds the layer's bias.
     """
     layer = plain_layer(layer)
     parameters = parameters_of_plain(layer)
@@ -64,7 +64,8 @@ def _can_fuse(layer: nn.Module, x: Tensor) -> bool:
 def norm(layer: Any, x: Tensor, quantizer: Tensor | None = None) -> Tensor:
     """Computes ``layer(x)`` for a LayerNorm ``layer`` and x (N, tokens, C), in the kernel if possible.
 
-    With a quantizer (``kernels/common/e4m3.py``), the kernel writes the result in E4M3.
+    ``quantizer``: an fp32 tensor with a scale (``kernels/common/e4m3.py``). If it is given, the kernel writes
+    the result divided by this scale, in FP8 (E4M3).
     """
     if not _can_fuse(layer, x):
         return layer(x)
@@ -76,7 +77,8 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Computes (layer(x + residual), x + residual) for a LayerNorm ``layer``, in one kernel if possible.
 
-    With a quantizer (``kernels/common/e4m3.py``), the kernel writes the first result in E4M3.
+    ``quantizer``: an fp32 tensor with a scale (``kernels/common/e4m3.py``). If it is given, the kernel writes
+    the first result divided by this scale, in FP8 (E4M3).
     """
     # The kernel does not promote dtypes, which may differ under autocast or after attention in fp32. It does
     # not broadcast shapes either.
@@ -94,7 +96,11 @@ def is_plain_norm(layer: Any) -> bool:
 def grouped_norm(
     layer: Any, x: Tensor, groups: Groups, residual: Tensor | None = None, *, total_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Computes ``grouped_layer_norm`` with a LayerNorm ``layer`` for which ``is_plain_norm`` is True."""
+    """Computes the LayerNorm ``layer`` of x + residual, and adds vectors to groups of rows before and after.
+
+    Returns (the norm's result, the sum that is normalized, plus ``total_bias``). ``grouped_layer_norm`` has
+    the details. ``is_plain_norm(layer)`` must be True.
+    """
     weight, bias = parameters_of(layer)
     return grouped_layer_norm(x, weight, bias, layer.eps, groups, residual=residual, total_bias=total_bias)
 
@@ -151,9 +157,10 @@ def add_feed_forward(
 
 
 def _products_of(layers: list[Any] | None) -> list[fp8_product.ProductCall | None] | None:
-    """Calls of the products in E4M3 of GEGLU's linear layer and the last linear layer. None without any.
+    """The FP8 (E4M3) matrix products of GEGLU's linear layer and of the last linear layer.
 
-    ``layers``: the layers of a feed-forward network, as in ``add_feed_forward``.
+    A layer without an FP8 product has None instead. The result is None if neither layer has one. ``layers``:
+    the layers that a feed-forward network calls one after the other.
     """
     weights = feed_forward_weights(layers)
     if weights is None:
@@ -165,13 +172,16 @@ def _products_of(layers: list[Any] | None) -> list[fp8_product.ProductCall | Non
 def feed_forward_weights(
     layers: list[Any] | None, *, without_adapters: bool = False
 ) -> list[tuple[Any, Tensor]] | None:
-    """(layer, weight) of the two linear layers in a feed-forward network with GEGLU.
+    """Returns (layer, weight) for each of the two linear layers in a feed-forward network with GEGLU.
 
     None if the network does anything else in inference, or if one of the linear layers is not plain. For a
-    layer with adapters it returns the layer inside of peft's wrapper, and the merged weight.
-    ``without_adapters``: returns this layer's own weight instead.
+    layer with adapters, the layer in the result is the one inside of peft's wrapper.
+
+    ``without_adapters``: True returns the own weight of such a layer, False its merged weight.
     """
-    from diffusers.models.activations import GEGLU  # ComfyUI, which has no FP8 products, may lack diffusers
+    # The import is here, because diffusers may not be installed beside ComfyUI, where this function is not
+    # called.
+    from diffusers.models.activations import GEGLU
 
     if layers is None or len(layers) < 2 or stock_class(layers[0]) is not GEGLU or not is_unhooked(layers[0]):
         return None
@@ -192,7 +202,10 @@ def _add_in_e4m3(
     x: Tensor,
     residual: Tensor,
 ) -> Tensor:
-    """Computes ``add_feed_forward``, with ``products`` in E4M3 once they have learned."""
+    """Computes ``add_feed_forward`` with the matrix ``products`` of its linear layers in FP8 (E4M3).
+
+    In its first calls a product runs in the model's dtype, to learn a scale for its input.
+    """
     first, last = plain_layer(layer_of(layers[0], "proj")), layers[-1]
     (weight, bias), (last_weight, last_bias) = parameters_of(first), parameters_of(last)
     up, down = products

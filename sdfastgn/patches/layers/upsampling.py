@@ -1,8 +1,8 @@
-"""Upsampling by two and the convolution after it, as one convolution at low resolution where this is faster.
+"""Computes an upsampling by two and the convolution after it as one convolution at low resolution.
 
-Otherwise a kernel upsamples the image, and then the convolution is called. This is so, for example, in
-training, under autocast to another dtype, if the convolution has hooks or an adapter that is not merged, and
-for small images. The fusions for diffusers and for ComfyUI both use this file.
+If this is not possible or not faster, a kernel upsamples the image, and then the convolution is called.
+Examples are training, autocast to another dtype, a convolution with hooks or with an adapter that is not
+merged, and small images. The fusions for diffusers and for ComfyUI both use this file.
 
 Where it saves time, the kernel that writes the result also computes the result's statistics. The weights of
 the low-resolution convolution are computed from the module's weight at each call, so changes of the weight

@@ -3,7 +3,7 @@
 The weights of 2-D and 3-D convolutions become channels-last in place: the Parameter objects and their values
 stay the same. Each convolution remembers the former shape and strides of its weight. If a model begins with a
 2-D convolution, a hook on this convolution makes the input channels-last. A hook on the model's last 2-D
-convolution makes the output channels-first again, because callers of the stock model get that layout.
+convolution makes the output channels-first again, because callers of the original model get that layout.
 
 Channels-last is faster only where this project's kernels run. So a weight is converted if it is on a GPU and
 the kernels support its dtype. A weight that is not on a GPU yet is converted when the model is moved there.
@@ -32,8 +32,8 @@ from sdfastgn.patches.swap.class_forward import accelerate_hooks
 from sdfastgn.patches.swap.hooks import layout_hook, remove_hooks
 from sdfastgn.patches.swap.instance_entries import unguard
 
-# Key in the ``__dict__`` of a converted convolution. Its value is (shape, strides) of the stock weight.
-# Deep copies and pickles of the convolution have this entry too.
+# Key in the ``__dict__`` of a converted convolution. Its value is (shape, strides) of the weight before the
+# conversion. Deep copies and pickles of the convolution have this entry too.
 _STOCK_LAYOUT = "_sdfastgn_stock_layout"
 
 _FORMATS: dict[type[nn.Module], torch.memory_format] = {
@@ -63,7 +63,8 @@ def enter(conv: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         return None
     if dispatch.has_kernels(args[0]):
         return (args[0].contiguous(memory_format=torch.channels_last), *args[1:])
-    # In ``stock_code`` the weights stay, because CUDA graphs of the fused model read them.
+    # Inside the context ``stock_code`` kernels are off, but only for a while. Then the weights stay as they
+    # are, because CUDA graphs of the optimized model read them.
     if _STOCK_LAYOUT in conv.__dict__ and not (torch.compiler.is_compiling() or dispatch.is_stock_code()):
         _lay_out_as_stock(conv)
     return None
@@ -79,12 +80,12 @@ def leave(conv: Any, args: Any, output: Any) -> Any:
 
 
 def is_entry(path: str, module: nn.Module) -> bool:
-    """True if ``module``, at the dotted ``path``, is a first 2-D convolution of a model."""
+    """True if ``module``, at the dotted ``path``, is the first 2-D convolution of a model."""
     return isinstance(module, nn.Conv2d) and _path_in_model(path).endswith(_ENTRIES)
 
 
 def is_exit(path: str, module: nn.Module) -> bool:
-    """True if ``module``, at the dotted ``path``, is a last 2-D convolution of a model."""
+    """True if ``module``, at the dotted ``path``, is the last 2-D convolution of a model."""
     return isinstance(module, nn.Conv2d) and _path_in_model(path).endswith(_EXITS)
 
 
@@ -102,8 +103,8 @@ def convertible_modules(
     """Returns ``root.named_modules()`` without the modules whose weights must keep their layout.
 
     Two kinds of modules are left out: modules that an adapter added, because adapters are saved contiguous,
-    and modules that FSDP shards, because FSDP manages their memory. The result is empty if ``reason``, a
-    function of ``left_alone.py``, has a reason to leave the model.
+    and modules that FSDP shards, because FSDP manages their memory. The result is empty if ``reason`` says
+    why the whole model must stay as it is. ``reason`` is a function of ``left_alone.py``.
     """
     named = list(root.named_modules())
     modules = [module for _, module in named]
@@ -143,7 +144,9 @@ def apply(root: nn.Module) -> None:
 
 
 def lay_out_weights(root: nn.Module) -> bool:
-    """Make the weights of convolutions in ``root`` channels-last, if they are on a GPU. True if any was not.
+    """Make the weights of convolutions in ``root`` channels-last, if they are on a GPU.
+
+    Returns True if a weight was converted.
 
     A convolution that was converted before stays as it is, because the user may have chosen another layout
     since, with ``.to(memory_format=...)``.
@@ -219,7 +222,9 @@ def _new_format(module: nn.Module) -> torch.memory_format | None:
         or not weight.is_floating_point()
         or 0 in weight.stride()
     ):
-        return None  # a quantized weight has another shape or dtype; an expanded one has a stride of 0
+        # A weight with another number of axes or an integer dtype is quantized. A stride of 0 means that the
+        # weight is expanded.
+        return None
     return None if weight.is_contiguous(memory_format=memory_format) else memory_format
 
 
@@ -234,19 +239,21 @@ def converted_weights(module: nn.Module) -> int:
 
 
 def stock_strides(module: nn.Module, weight: Tensor) -> tuple[int, ...]:
-    """The strides that ``weight`` of ``module`` has in the stock model."""
+    """The strides that ``weight`` of ``module`` had before ``apply`` converted it."""
     shape, strides = vars(module).get(_STOCK_LAYOUT, (None, None))
     return strides if weight.shape == shape else weight.stride()
 
 
 def restore(module: nn.Module) -> None:
-    """Undo ``apply`` on ``module`` only: remove its hooks, and give its weight the stock strides again.
+    """Undo ``apply`` on ``module`` only: remove its hooks, and give its weight the former strides again.
 
     A weight that was replaced by one of another shape stays as it is.
     """
     remove_hooks(module, enter, leave)
     stop_following(module, _Apply)
-    unguard(module)  # after Ctrl-C, the guards may be all that is left
+    # ``apply`` has also replaced the methods that copy ``module``. After Ctrl-C they may be all that is left
+    # to undo.
+    unguard(module)
     _unconvert(module)
 
 
@@ -271,16 +278,17 @@ def _unconvert(module: nn.Module) -> None:
         # more input channels for inpainting. The old strides do not fit the shape of the new weight.
         if weight is not None and weight.shape == layout[0] and weight.stride() != layout[1]:
             _lay_out(weight, layout[1])
-    del vars(module)[_STOCK_LAYOUT]  # this is the last step, so ``restore`` can be repeated after Ctrl-C
+    # The record of the former layout is deleted last, so that ``restore`` can be repeated after Ctrl-C.
+    del vars(module)[_STOCK_LAYOUT]
 
 
 def _lay_out(weight: Tensor, stride: tuple[int, ...]) -> None:
     """Give a dense ``weight`` the strides ``stride``.
 
     The weight stays at its address unless it shares its memory with another tensor. So CUDA graphs, which
-    read this address, stay usable although ComfyUI restores the stock strides after a run and converts the
-    weight again before the next run. At every moment the weight has the right values, so Ctrl-C cannot spoil
-    it.
+    read this address, stay usable although in ComfyUI the weights get their former strides after each run,
+    and are converted again before the next run. At every moment the weight has the right values, so Ctrl-C
+    cannot spoil it.
     """
     in_place = is_alone(weight)
     # PyTorch allows writes into an inference tensor only in inference mode. Inference mode must be off for

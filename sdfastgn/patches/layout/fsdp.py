@@ -12,7 +12,10 @@ from torch import nn
 
 
 def modules_in_fsdp(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """The modules that FSDP shards, by ``fully_shard`` or ``FullyShardedDataParallel``, and all in them."""
+    """The modules that FSDP shards, and all modules inside of them.
+
+    FSDP shards a module by ``fully_shard`` or ``FullyShardedDataParallel``.
+    """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return set()
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel

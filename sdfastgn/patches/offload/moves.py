@@ -1,8 +1,8 @@
 """Notices when a module moves to another device or dtype: ``Moves`` replaces its method ``_apply``.
 
 ``.to()``, ``.half()`` and similar methods call ``_apply`` to move or convert a module's tensors. ``Moves``
-does this faster if the module is an offloaded model (``offloaded.py``). It also tells the module's CUDA
-graphs and plans about each move.
+does this faster if the module is an offloaded model (``offloaded.py``). It also tells the objects that run
+the module's calls as CUDA graphs, or as rewritten traces, about each move.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Moves(InstanceEntry):
     """Replaces the method ``_apply`` of its module, which ``.to()`` and similar methods call.
 
     It runs the original method, with faster copies if the module is offloaded. Then it calls ``moved`` of
-    each ``MethodEntry`` of the module and its submodules. With ``recurse=False`` it only runs the original
-    method.
+    each object of sdfastgn that replaces a method of the module or of a submodule, such as a ``forward`` with
+    CUDA graphs. With ``recurse=False`` it only runs the original method.
     """
 
     __slots__ = ()
@@ -43,17 +43,18 @@ class Moves(InstanceEntry):
 
 
 def follow_moves(entry: InstanceEntry) -> None:
-    """Let ``entry`` replace the method ``_apply`` of its module, which ``.to()`` and similar methods call."""
+    """Let ``entry`` replace the method ``_apply`` of its module, which ``.to()`` and ``.half()`` call."""
     vars(entry.module)["_apply"] = entry
     guard(entry.module)
 
 
 def stop_following(module: nn.Module, kind: type[InstanceEntry]) -> None:
-    """Undo ``follow_moves`` if ``_apply`` of ``module`` is an entry of the class ``kind``."""
+    """Let ``module`` run its own ``_apply`` again, if an object of exactly the class ``kind`` replaces it."""
     if type(vars(module).get("_apply")) is kind:
         del vars(module)["_apply"]
         unguard(module)
-        forget(module)  # no later move would free the memory that is kept for ``module``
+        # Frees the main memory that is kept for weights of ``module``, because no later move will free it.
+        forget(module)
 
 
 def follow(module: nn.Module) -> None:
@@ -63,7 +64,7 @@ def follow(module: nn.Module) -> None:
 
 
 def unfollow(module: nn.Module) -> None:
-    """Undo ``follow``. An entry of another class stays."""
+    """Let ``module`` run its own ``_apply`` again, if a ``Moves`` replaces it. A subclass of it stays."""
     stop_following(module, Moves)
 
 
@@ -73,5 +74,5 @@ def is_followed(module: nn.Module) -> bool:
 
 
 def followed_in(modules: Iterable[nn.Module]) -> frozenset[nn.Module]:
-    """The modules among ``modules`` that are followed. Wrappers contain followed models."""
+    """The modules among ``modules`` whose method ``_apply`` a ``Moves`` replaces, to notice their moves."""
     return frozenset(filter(is_followed, modules))

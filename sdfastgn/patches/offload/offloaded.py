@@ -49,7 +49,7 @@ class _Kept:
 
     Attributes:
         homes: id of a parameter -> a tensor in main memory with the parameter's values at its arrival.
-        sums: checksums of the parameters after their arrival, in the order of ``homes``. It is on the GPU.
+        sums: checksums of the parameters after their arrival, in the order of ``homes``, as a GPU tensor.
     """
 
     homes: dict[int, Tensor]
@@ -122,13 +122,14 @@ def _note_returns(root: nn.Module, returned: dict[int, nn.Parameter]) -> None:
         return
     stays = any(id(weight) in kept.homes and _is_on_gpu(weight) for weight in root.parameters())
     if returned or not stays or not is_offloaded_whole(root):
-        _kept.pop(root, None)  # another thread may have called ``forget``
+        # The default None is for the case that another thread has freed the kept memory already.
+        _kept.pop(root, None)
 
 
 def _keep(root: nn.Module, arrived: list[tuple[nn.Parameter, Tensor]]) -> None:
     """Keep main memory of weights that have just arrived on a GPU, and compute their checksums.
 
-    ``arrived``: (weight, its main memory) for each of them.
+    ``arrived``: a pair (weight, its main memory) for each of these weights.
     """
     if arrived and dispatch.is_on():
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -157,14 +158,18 @@ def _is_at_home(weight: Tensor) -> bool:
 def _is_large(weight: Tensor) -> bool:
     if type(weight) is not nn.Parameter or weight.layout is not torch.strided:
         return False
-    if weight.is_conj() or weight.is_neg():  # its memory has the values before conjugation or negation
+    # The memory of such a weight has the values before conjugation or negation, so it cannot be copied as is.
+    if weight.is_conj() or weight.is_neg():
         return False
     size = weight.numel() * weight.element_size()
     return size >= _MIN_BYTES and size % _WORD == 0
 
 
 def _homes(root: nn.Module, at_home: dict[int, nn.Parameter]) -> dict[int, Tensor]:
-    """Returns {id of a parameter: its memory} for the weights ``at_home`` of ``root`` that may be kept."""
+    """Returns {id of a parameter: its main memory} for the weights whose main memory may be kept.
+
+    It may then be kept while ``root`` is on the GPU. ``at_home``: the weights of ``root`` in main memory.
+    """
     returned = _returned.get(root, {})
     return {
         key: weight.data
@@ -215,9 +220,10 @@ def _has_arrived(weight: Tensor, home: Tensor, device: torch.device | None) -> b
 
 
 def _may_be_copy(weight: Tensor, home: Tensor) -> bool:
-    """True if ``weight``, on a GPU, has dtype, shape and strides of ``home``, and ``checksums`` can read it.
+    """True if ``weight``, on a GPU, may be compared with ``home``, its copy in main memory, by checksums.
 
-    ``checksums`` can read a weight that has no gaps in memory and whose address is aligned.
+    That is, both have the same dtype, shape and strides, and ``weight`` has no gaps in memory and an aligned
+    address.
     """
     is_readable = _is_dense(weight) and weight.data_ptr() % _ALIGNMENT == 0
     is_same = (weight.dtype, weight.shape, weight.stride()) == (home.dtype, home.shape, home.stride())
@@ -226,7 +232,7 @@ def _may_be_copy(weight: Tensor, home: Tensor) -> bool:
 
 def _is_dense(weight: Tensor) -> bool:
     """True if ``weight`` has no gaps in memory, and no elements that share memory."""
-    # ``empty_like`` preserves the strides of exactly these tensors.
+    # ``empty_like`` preserves the strides of such a tensor, and changes those of any other.
     return torch.empty_like(weight, device="meta").stride() == weight.stride()
 
 
@@ -246,7 +252,8 @@ def _unchanged(root: nn.Module, weights: dict[int, nn.Parameter]) -> dict[int, T
         if key in weights
         and _may_be_copy(weights[key], home)
         and weights[key].device == kept.sums.device
-        # Stock's copy is an inference tensor only in inference mode, so ``home`` may be one only then.
+        # Without sdfastgn, the returned weight would be an inference tensor only in inference mode. So
+        # outside of inference mode an inference tensor in main memory must not become the weight.
         and (not home.is_inference() or torch.is_inference_mode_enabled())
     }
     if not still or not dispatch.is_on():
@@ -277,7 +284,7 @@ def _destination(fn: Callable[[Tensor], Tensor], weights: Collection[Tensor]) ->
             small = values.permute([order.index(axis) for axis in range(len(order))])
             copy = fn(small)
             is_same = (copy.dtype, copy.stride()) == (dtype, small.stride()) and _bits(copy) == _bits(small)
-        except Exception:  # memory is short, or ``fn`` knows only the tensors of the model
+        except Exception:  # memory is short, or ``fn`` cannot handle tensors that are not of the model
             return None
         if not is_same or (copy.device.type == "cpu" and (copy.is_pinned() or copy.is_shared())):
             return None

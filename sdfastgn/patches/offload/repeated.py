@@ -1,4 +1,4 @@
-"""Repeats a call for which memory was too short, after memory was freed."""
+"""Makes a call again, after memory was freed, if there was too little memory for the first attempt."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 def until_it_fits(
     run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], free: Callable[[], bool]
 ) -> Any:
-    """``run(*args, **kwargs)``. While there is too little memory, it runs again after each ``free()``.
+    """Returns ``run(*args, **kwargs)``. If memory runs out, calls ``free()`` and then ``run`` again.
 
-    ``free``: frees memory; returns False if there is nothing to free, and then the error is raised.
+    ``free`` frees memory. If it returns False, there was nothing to free, and the error is raised.
     """
     containers = _contents_of(args, kwargs)
     while True:
@@ -22,11 +22,12 @@ def until_it_fits(
         except torch.OutOfMemoryError:
             if not free():
                 raise
-        _refill(containers)  # the failed call may have changed arguments: diffusers' UNet pops from a list
+        # The failed call may have changed its arguments: diffusers' UNet removes items from a list.
+        _refill(containers)
 
 
 def _contents_of(*values: Any) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Returns (container, its items) for each list, dict and tuple in ``values``, also for nested ones."""
+    """Returns (container, its items) for each list, dict and tuple in ``values``, nested ones included."""
     found: dict[int, tuple[Any, tuple[Any, ...]]] = {}
     todo = list(values)
     while todo:
@@ -38,7 +39,7 @@ def _contents_of(*values: Any) -> list[tuple[Any, tuple[Any, ...]]]:
 
 
 def _refill(containers: list[tuple[Any, tuple[Any, ...]]]) -> None:
-    """Give each list and dict in place the items that ``_contents_of`` has recorded for it."""
+    """Put the items that ``_contents_of`` has recorded back into each list and dict."""
     for value, content in containers:
         if type(value) is list:
             value[:] = content

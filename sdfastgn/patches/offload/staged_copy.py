@@ -36,7 +36,8 @@ class StagedCopy:
         self.device = device
         self._stream = torch.cuda.current_stream(device)
         buffer = torch.empty((_SLOTS, _SLOT_BYTES), dtype=torch.uint8, device="cpu", pin_memory=True)
-        # Each slot with an event, which is done when the GPU has read or written the slot.
+        # Pairs of a slot and an event. The event is recorded after each copy that the GPU makes, so the event
+        # is done when the GPU has read or written the slot.
         self._slots = itertools.cycle([(slot, torch.cuda.Event()) for slot in buffer])
 
     def to_gpu(self, tensor: Tensor) -> Tensor:

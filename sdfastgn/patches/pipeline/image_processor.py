@@ -40,10 +40,10 @@ def _is_ours(processor: Any, image: Any, output_type: Any, do_denormalize: Any) 
         or image.requires_grad
     ):
         return False
-    if any(name in vars(processor) for name in _SOURCE.methods):  # other code replaced an instance's method
+    if any(name in vars(processor) for name in _SOURCE.methods):  # other code replaced a method of the object
         return False
-    # Denormalizing limits values to [0, 1]. Without it, stock's code must run: some values do not fit into a
-    # byte, and a CPU and a GPU convert such values differently.
+    # Denormalizing limits values to [0, 1]. Without it, diffusers' code must run: some values do not fit into
+    # a byte, and a CPU and a GPU convert such values differently.
     is_denormalized = processor.config.do_normalize if do_denormalize is None else all(do_denormalize)
     return (
         bool(is_denormalized)
@@ -61,9 +61,11 @@ def _bytes_of(processor: Any, image: Tensor, do_denormalize: Any) -> Any:
         unit = processor._denormalize_conditionally(image, do_denormalize)
         has_nan = unit.isnan().any()
         pixels = unit.permute(0, 2, 3, 1).float().mul_(255).round_().to(torch.uint8).contiguous().cpu()
-    except torch.OutOfMemoryError:  # an image that was decoded in tiles may be too large
+    # If an image was decoded in tiles, there may be too little memory for further tensors of its size.
+    except torch.OutOfMemoryError:
         return None
-    return None if has_nan.item() else pixels.numpy()  # for NaN upstream's code must run: numpy warns
+    # If there are NaNs, diffusers' own code must run, because numpy then warns.
+    return None if has_nan.item() else pixels.numpy()
 
 
 def _overrides(stock: Any) -> dict[str, Any]:

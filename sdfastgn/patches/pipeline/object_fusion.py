@@ -1,8 +1,9 @@
-"""Fusions of objects that are not ``nn.Module``s, such as schedulers. (``ClassSwap`` is for modules.)
+"""Makes objects that are not ``nn.Module``s faster, such as schedulers. (``ClassSwap`` is for modules.)
 
-A fused instance has a subclass of its stock class. The subclass has the name and the Python module of the
-stock class, because ``save_pretrained`` writes both and pipelines look them up. A new instance that is made
-with the subclass, as by ``type(pipe.scheduler).from_config(...)``, gets the stock class.
+The class of a fused instance is a subclass of its class in diffusers, its *stock* class. The subclass has the
+name and the Python module of the stock class, because ``save_pretrained`` writes both and pipelines look them
+up. A new instance that is made with the subclass, as by ``type(pipe.scheduler).from_config(...)``, gets the
+stock class.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from sdfastgn.patches.swap.tested_sources import TestedSource, unknown_source
 
-_MARK = "_sdfastgn_fusion"  # attribute of a fused class, whose value is the fusion's name
+_MARK = "_sdfastgn_fusion"  # the attribute of a fused class that holds the name of the fusion
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,11 @@ class ObjectFusion:
         name: the fusion's name in reports.
         module: the ``__name__`` of the Python module in which this fusion is called ``FUSION``. Copies and
             pickles find the fusion there.
-        sources: the stock classes, and their methods that the fusion replaces or relies on. An object is only
-            fused if the installed code of these methods was tested for the object's class.
-        overrides: called with a stock class. Returns the attributes of the subclass that replaces it.
-        heirs: True if instances of subclasses are fused too, provided that these inherit all methods in
-            ``sources`` unchanged. False if only instances of the exact classes are fused.
+        sources: the classes of diffusers, and their methods that the fusion replaces or relies on. An object
+            is only fused if the installed code of these methods was tested for the object's class.
+        overrides: called with a class of diffusers. Returns the attributes of the subclass that replaces it.
+        heirs: True if instances of subclasses are fused too, provided that the subclasses inherit all methods
+            in ``sources`` unchanged. False if only instances of the exact classes are fused.
     """
 
     name: str
@@ -38,10 +39,10 @@ class ObjectFusion:
     sources: tuple[TestedSource, ...]
     overrides: Callable[[Any], dict[str, Any]]
     heirs: bool = False
-    _class_of: dict[type, type] = field(default_factory=dict)  # stock class -> its subclass
+    _class_of: dict[type, type] = field(default_factory=dict)  # class of diffusers -> its fused subclass
 
     def claims(self, part: object) -> bool:
-        """True if a report lists ``part`` under this fusion: as fused, fusable, or skipped."""
+        """True if ``sdfastgn.report`` lists ``part`` under this fusion: as fused, fusable, or skipped."""
         is_stock = self._source_of(type(part)) is not None
         return is_stock or self.is_applied(part) or self.is_over_applied(part)
 
@@ -67,7 +68,7 @@ class ObjectFusion:
         part.__class__ = self._class_for(type(part))
 
     def undo(self, part: Any) -> None:
-        """Give ``part`` its stock class again if it has the fused class; else do nothing."""
+        """Give ``part`` its original class again if it has the fused class; else do nothing."""
         if self.is_applied(part):
             part.__class__ = type(part).__base__
 
@@ -90,14 +91,15 @@ class ObjectFusion:
         @functools.wraps(stock.__init__)
         def init(part: Any, *args: Any, **kwargs: Any) -> None:
             stock.__init__(part, *args, **kwargs)
-            self.undo(part)  # ``optimize`` was not called for a new instance, so it gets the stock class
+            self.undo(part)  # ``optimize`` was not called for a new instance: it gets the original class
 
         def reduce_ex(part: Any, protocol: Any) -> Any:
             make, arguments, *state = stock.__reduce_ex__(part, max(int(protocol), 2))
-            if not self.is_applied(part):  # part's class is a subclass by other code, which pickle can find
+            # Other code has derived the class of ``part`` from the fused class. Pickle can find that class.
+            if not self.is_applied(part):
                 return (make, arguments, *state)
-            # Pickle finds a class by its name. The fused class and the stock class have the same name, by
-            # which pickle would find the stock class.
+            # Pickle finds a class by its name. The fused class and the original class have the same name, by
+            # which pickle would find the original class.
             return (_new, (self.module, stock), *state)
 
         names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
@@ -108,7 +110,7 @@ class ObjectFusion:
 def _new(module: str, stock: type) -> Any:
     """Make an instance without attributes. Copy and pickle call this, and then set the attributes.
 
-    The class is the fused one if the installed upstream code was tested. Otherwise it is the stock one.
+    The class is the fused one if the installed code of diffusers was tested. Otherwise it is diffusers' own.
     """
     fusion: ObjectFusion = importlib.import_module(module).FUSION
     source = fusion._source_of(stock)

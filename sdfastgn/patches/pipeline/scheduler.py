@@ -7,8 +7,8 @@ goes on, the GPU has no work.
 
 Here ``set_timesteps`` keeps a copy of the timesteps on the CPU, and ``step`` reads the timestep from this
 copy. LCM also computes with the timestep, and the CPU would round differently. So LCM computes with the
-timestep on the GPU. All samples have the same bits as stock's. ``pinned_copies.py`` makes the copies to the
-GPU that are part of a step.
+timestep on the GPU. All samples have the same bits as those of diffusers' own code. ``pinned_copies.py``
+makes the copies to the GPU that are part of a step.
 
 A write through ``timesteps.data`` is not noticed, because PyTorch does not count it. Dynamic thresholding
 still waits for the GPU.
@@ -46,7 +46,8 @@ _INDEX_WITH_IT = (PNDMScheduler, DDIMScheduler, LCMScheduler)
 class _Copy(NamedTuple):
     """A copy of a scheduler's timesteps on the CPU.
 
-    ``table``: the scheduler's tensor. ``version``: PyTorch's count of writes into it when it was copied.
+    ``on_host``: the copy. ``table``: the scheduler's tensor on the GPU. ``version``: PyTorch's count of
+    writes into ``table``, at the time when ``table`` was copied.
     """
 
     on_host: Tensor
@@ -123,7 +124,8 @@ def _on_device(scheduler: Any, timestep: Any) -> Any:
 def _timesteps_on_host(scheduler: Any) -> Iterator[None]:
     """A context in which ``scheduler.timesteps`` is the copy on the CPU.
 
-    LCM's ``step`` reads the next timestep from ``scheduler.timesteps``. So the CPU does not wait for the GPU.
+    LCM's ``step`` reads the next timestep from ``scheduler.timesteps``. From the copy, it reads the timestep
+    without waiting for the GPU.
     """
     table = scheduler.timesteps
     copy = _copy_of(scheduler, table)
@@ -173,7 +175,8 @@ def _overrides(stock: Any) -> dict[str, Any]:
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_recorded():
             return stock.set_timesteps(self, *args, **kwargs)
-        # Inference mode is off, so that PyTorch counts writes into the timesteps. The grad mode stays.
+        # Inference mode is off, so that PyTorch counts writes into the timesteps. This alone would turn
+        # gradients on, so the grad mode is set to its present value.
         grad = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(grad), PinnedCopies() as copies:
             result = stock.set_timesteps(self, *args, **kwargs)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sdfastgn.patches.swap.instance_entries import InstanceEntry, guard, unguard
 
-# A module's bound method ``forward``, or the ``GraphedForward`` that replaces it.
+# A module's bound method ``forward``, or the object with CUDA graphs that replaces this method.
 Forward = Callable[..., Any]
 Entry = TypeVar("Entry", bound="MethodEntry")
 
@@ -35,18 +35,20 @@ def class_forward(module: nn.Module, name: str = "forward") -> types.MethodType:
 
 
 class MethodEntry(InstanceEntry):
-    """An entry that runs instead of a method of its module, and looks like the method to other code.
+    """An object in a module's ``__dict__`` that replaces a method of this module, such as ``forward``.
 
-    Classes register those objects that no other entry calls.
+    To other code it looks like the method. ``put`` registers the object, so that it can be found by its
+    module.
 
     Args:
         module: the module.
         method: the name of the method.
         replaces_entry: True if the module's ``__dict__`` already had an entry ``method`` with the method of
-            the module's own class. It is there again after ``take_off``.
+            the module's own class. ``take_off`` puts the method there again.
 
     Attributes:
-        is_on: False after it was taken off. Then it calls the class's method, if other code still calls it.
+        is_on: False after ``take_off``. If other code still calls this object then, it calls the class's
+            method.
     """
 
     __slots__ = ("is_on", "method", "replaces_entry")
@@ -57,7 +59,10 @@ class MethodEntry(InstanceEntry):
 
     @classmethod
     def of(cls: type[Entry], module: nn.Module) -> Entry | None:
-        """The entry of exactly this class that runs calls of ``module``. Other code may have wrapped it."""
+        """The object of exactly this class that runs calls of ``module``; None if there is none.
+
+        Other code may have wrapped the object.
+        """
         found = [each for each in cls.all_of(module) if type(each) is cls]
         if not found:
             return None
@@ -66,14 +71,17 @@ class MethodEntry(InstanceEntry):
         return None if is_taken_out else found[-1]
 
     def put(self, place: str) -> None:
-        """Let this entry run the calls of its module. ``place``: what ``place_in`` has returned."""
+        """Let this object run the calls of its module.
+
+        ``place``: its key in the module's ``__dict__``, as ``place_in`` has returned it.
+        """
         self.is_on = True
         self.register()
         vars(self.module)[place] = self
         guard(self.module)
 
     def take_off(self) -> None:
-        """Undo ``put``."""
+        """Let the module run its own method again instead of this object."""
         module, self.is_on = self.module, False
         self.unregister()
         if vars(module).get(self.method) is self and not self.replaces_entry:
@@ -83,7 +91,7 @@ class MethodEntry(InstanceEntry):
         unguard(module)
 
     def moved(self) -> None:
-        """Called after a ``Moves`` has moved or converted the module, or one that contains it."""
+        """Called after the module, or a module that contains it, was moved to another device or dtype."""
 
     # ``inspect.signature`` reads ``__wrapped__``, and torch.export reads the other properties.
 
@@ -122,10 +130,11 @@ def has_foreign_forward(module: nn.Module, name: str = "forward") -> bool:
 
 
 def place_in(module: nn.Module, method: str = "forward") -> str | None:
-    """The key in the module's ``__dict__`` for an entry instead of ``method``; None if other code has one.
+    """The key in the module's ``__dict__`` under which an object can replace ``method``.
 
-    If the whole model is offloaded, accelerate's hook replaces ``forward``, and calls the entry
-    ``_old_forward`` after it has moved the weights.
+    None if other code has replaced the method. If accelerate offloads the model as a whole, its hook replaces
+    ``forward``, and calls the entry ``_old_forward`` after it has moved the weights. Then the key is
+    "_old_forward".
     """
     if not has_foreign_forward(module, method):
         return method
@@ -137,9 +146,9 @@ def place_in(module: nn.Module, method: str = "forward") -> str | None:
 def is_offloaded_whole(module: nn.Module) -> bool:
     """True if accelerate's hook ``CpuOffload`` is on ``module``, as after ``enable_model_cpu_offload``.
 
-    Before a call of ``module``, this hook moves all its weights to the GPU, unless they are there. They stay
-    there until the next model of the pipeline is called or the image is done. The hook keeps the ``forward``
-    that it wraps as the attribute ``_old_forward`` of ``module``.
+    Before a call of ``module``, this hook moves all weights of ``module`` to the GPU, unless they are there.
+    The weights stay on the GPU until the next model of the pipeline is called or the image is done. The hook
+    keeps the ``forward`` that it wraps as the attribute ``_old_forward`` of ``module``.
     """
     # ``getattr`` also finds the hook if ``torch.compile`` has wrapped the model. The hook is an attribute of
     # the wrapped module then.
@@ -168,7 +177,7 @@ def replace_kept(module: nn.Module, old: Forward, new: Forward) -> None:
     _replace(attributes, old, new)
     todo = [value for name, value in attributes.items() if name == "forward" or isinstance(value, _CALLABLES)]
     seen: set[int] = set()
-    for value in todo:  # breadth first
+    for value in todo:  # the search is breadth first: objects found on the way are appended to the list
         if len(seen) < _MAX_OBJECTS and id(value) not in seen and not isinstance(value, _OPAQUE):
             seen.add(id(value))
             todo += _rebound(value, old, new)
@@ -187,7 +196,8 @@ def _rebound(value: Any, old: Forward, new: Forward) -> list[Any]:
         kept += value
     if isinstance(value, types.FunctionType):
         for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # an empty cell raises it
+            # A variable of the closure that was not set yet raises ValueError.
+            with contextlib.suppress(ValueError):
                 if _same(cell.cell_contents, old):
                     cell.cell_contents = new
                 kept.append(cell.cell_contents)

@@ -34,7 +34,7 @@ _MAX_WAIT = 30.0
 _LOOK_EVERY = 0.002
 # The key under which a module's ``__dict__`` has its ``_Gate`` during a change.
 # ``nn.Module.__call__`` calls the method of this name, and finds the gate before the class's method.
-# A hook cannot be the gate: fused code would take it for a hook of the user, and run the module as in stock.
+# A hook cannot be the gate: fused code would take it for a hook of the user, and would not fuse the module.
 _GATE = "_call_impl"
 # The code object of ``nn.Module.__call__``. Locals are only read from frames with this code, because reading
 # the locals of a frame a second time frees the values that the first reading returned. If one of them were a
@@ -44,18 +44,18 @@ _CALL = nn.Module.__call__.__code__
 # search from caller to caller does not find it.
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
-one_at_a_time = threading.RLock()  # held during a change of any model
+one_at_a_time = threading.RLock()  # held while classes or strides of any model are changed
 _change: _Change | None = None
 
 
 class _Change:
-    """A change of ``modules`` that has begun and is not done."""
+    """A change of the classes or strides of ``modules`` that has begun and is not done."""
 
     def __init__(self, modules: set[nn.Module]) -> None:
         self.owner = threading.get_ident()
         self.modules = modules
         self.done = threading.Event()
-        self.waiting: set[int] = set()  # ids of threads that wait in a ``_Gate``
+        self.waiting: set[int] = set()  # ids of the threads in which calls wait for the end of the change
 
 
 class _Gate:
@@ -83,7 +83,10 @@ class _Gate:
 
 
 def call_entry(module: nn.Module) -> Any:
-    """What replaces ``_call_impl`` of ``module``, apart from a gate; None if nothing does."""
+    """What replaces ``_call_impl`` of ``module``; None if nothing does.
+
+    A ``_Gate``, which makes new calls wait during a change of the model, does not count.
+    """
     entry = vars(module).get(_GATE)
     return entry.entry if type(entry) is _Gate else entry
 
@@ -103,7 +106,7 @@ def set_call_entry(module: nn.Module, entry: Any) -> None:
 def undisturbed(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
     """A context inside which no other thread runs a module of ``roots``.
 
-    The caller must hold ``one_at_a_time``. Inside another ``undisturbed`` context it does nothing.
+    The caller must hold the lock ``one_at_a_time``. Inside another such context, this context does nothing.
 
     Args:
         call: the name of the public function that makes the change, for the error.
@@ -132,7 +135,9 @@ def undisturbed(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _with_owners(modules: set[nn.Module]) -> set[nn.Module]:
-    """``modules``, and all modules of each model with graphs or plans that contains one of ``modules``.
+    """Returns ``modules``, and all modules of each model with CUDA graphs that contains one of ``modules``.
+
+    Models whose calls run as plans (rewritten traces of their code) are treated like models with graphs.
 
     This avoids a deadlock. A call of a model with graphs holds the lock of its device, and a change needs
     this lock too. If a call took the lock and then waited at an inner module for the end of the change, the
@@ -152,16 +157,19 @@ def _wait_for_others(call: str, change: _Change) -> None:
                 f"sdfastgn.{call}: thread {names.get(thread, thread)!r} has been running "
                 f"{type(module).__name__} for {_MAX_WAIT:g} s. Nothing was changed; try again when it is done"
             )
-        change.done.wait(_LOOK_EVERY)  # always times out, because ``done`` is set after the change
+        # This only sleeps: ``done`` is set later, at the end of the change.
+        change.done.wait(_LOOK_EVERY)
 
 
 def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
     """Returns (thread, module) for a running call of one of the change's modules; None if there is none.
 
-    Calls in the thread that makes the change, and in threads that wait at a gate, do not count.
+    Calls in the thread that makes the change do not count, and neither do calls that wait at a ``_Gate`` for
+    the end of the change.
     """
     was_enabled = gc.isenabled()
-    gc.disable()  # a garbage collection could let other threads run while their frames are read
+    # A garbage collection could let other threads run while this thread reads their frames.
+    gc.disable()
     try:
         for thread in list(sys._current_frames()):
             if thread != change.owner and thread not in change.waiting:
@@ -185,7 +193,7 @@ def _called_in(thread: int, modules: set[nn.Module]) -> nn.Module | None:
 
 
 def _inside_a_call(modules: set[nn.Module]) -> bool:
-    """True if the call that waits at the gate was made inside a call of another module of ``modules``."""
+    """True if the call that has reached a ``_Gate`` was made inside a call of a module of ``modules``."""
     own_call = sys._getframe(2)  # the frame of the call that has reached the gate
     return _called_module(own_call.f_back, modules)[0] is not None
 

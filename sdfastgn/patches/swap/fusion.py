@@ -16,7 +16,7 @@ from sdfastgn.patches.swap.tested_sources import TestedSource, unknown_source
 
 
 class Fusion(Protocol):
-    """One entry of the registry (``registry.py``): how to make one kind of module faster.
+    """One entry of the list in ``registry.py``: how to make modules of certain classes faster.
 
     ``apply`` changes a module, and ``undo`` reverts this exactly. Both change only the given module and, if
     need be, its children.
@@ -27,10 +27,10 @@ class Fusion(Protocol):
 
     @property
     def sources(self) -> tuple[TestedSource, ...]:
-        """The upstream methods that the fusion replaces or relies on."""
+        """The methods of diffusers or ComfyUI that the fusion replaces or relies on."""
 
     def claims(self, module: nn.Module) -> bool:
-        """True if a report lists ``module`` under this fusion: as fused, fusable, or skipped."""
+        """True if ``sdfastgn.report`` lists ``module`` under this fusion: as fused, fusable, or skipped."""
 
     def is_applied(self, module: nn.Module) -> bool: ...
 
@@ -66,8 +66,8 @@ class ClassSwap:
             so they are skipped.
         fused: the subclass that replaces ``stock``. It is defined at the top level of a Python module, where
             pickle finds it.
-        sources: the upstream methods that ``fused`` replaces or relies on. An instance is only fused if the
-            installed code of all these methods was tested.
+        sources: the methods of diffusers or ComfyUI that ``fused`` replaces or relies on. An instance is only
+            fused if the installed code of all these methods was tested.
         check: called with an instance. Returns the reason to skip it, or None.
         covers: called with an instance. Returns False if ``fused`` cannot compute what ``stock`` computes
             with the instance's settings. Then the fusion does not claim the instance.
@@ -109,7 +109,7 @@ class ClassSwap:
         restore_class(module)
 
 
-# Fused class -> the stock class that it replaces.
+# Fused class -> the class of diffusers, ComfyUI or PyTorch that the fused class replaces.
 _stock_of: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -124,12 +124,12 @@ def register_fused(fused: type[nn.Module], stock: type[nn.Module]) -> None:
 
 
 def stock_class(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module``, or the stock class that it replaces if it is a fused class."""
+    """The class of ``module``. If this is a fused class, the original class that the fused class replaces."""
     return _stock_of.get(type(module), type(module))
 
 
 def restore_class(module: nn.Module) -> None:
-    """Give ``module`` its stock class again if it has a fused class; else do nothing."""
+    """Give ``module`` its original class again if it has a fused class; else do nothing."""
     stock = _stock_of.get(type(module))
     if stock is not None:
         change_class(module, stock)
@@ -201,7 +201,8 @@ def is_unhooked(*modules: nn.Module, except_for: Sequence[Callable[..., Any]] = 
     too.
     """
     for module in modules:
-        own = module.__dict__  # reading from it takes two thirds of the CPU time of ``module._forward_hooks``
+        # Reading the hooks from this dict takes two thirds of the CPU time of ``module._forward_hooks``.
+        own = module.__dict__
         if (
             (own["_forward_hooks"] and _has_others(own["_forward_hooks"], except_for))
             or (own["_forward_pre_hooks"] and _has_others(own["_forward_pre_hooks"], except_for))
@@ -237,12 +238,12 @@ def drops_nothing(layer: Any) -> bool:
 
 
 def dropped_out(layer: Any, x: Tensor) -> Tensor:
-    """``layer(x)``. A Dropout that would return x is not called."""
+    """Returns ``layer(x)``. A Dropout that would only return x is not called."""
     return x if drops_nothing(layer) else layer(x)
 
 
 def layer_of(module: nn.Module, name: str) -> Any:
-    """``getattr(module, name)`` for a submodule, in a third of the CPU time.
+    """Returns the submodule ``name`` of ``module``, in a third of the CPU time of ``getattr``.
 
     Other code may have put a function in the submodule's place, as an entry of the instance's ``__dict__``.
     Then the function is returned.
@@ -253,12 +254,12 @@ def layer_of(module: nn.Module, name: str) -> Any:
 
 
 def parameters_of(layer: Any) -> tuple[Tensor, Tensor | None]:
-    """``(layer.weight, layer.bias)``, in a quarter of the CPU time that reading the attributes takes."""
+    """Returns ``(layer.weight, layer.bias)``, in a quarter of the CPU time of reading both attributes."""
     own = layer.__dict__
     parameters = own["_parameters"]
     if "weight" in parameters and "bias" in parameters and "weight" not in own and "bias" not in own:
         return parameters["weight"], parameters["bias"]
-    # The weight may be no entry of ``_parameters``: FSDP, for example, turns it into a plain attribute.
+    # The weight may not be in ``_parameters``: FSDP, for example, turns it into a plain attribute.
     return layer.weight, layer.bias
 
 
@@ -275,7 +276,7 @@ IDENTITY = nn.Identity()
 
 
 def activation_of(module: nn.Module, stock: type[nn.Module] | None = None) -> str | None:
-    """The name by which kernels know the activation that ``module`` computes; None if they cannot compute it.
+    """The name by which kernels know the activation that ``module`` computes; None if no kernel computes it.
 
     None also for a subclass of a known activation, because it may compute something else. ``stock``: the
     class that ``module`` had before it was fused; None if it is not fused.

@@ -1,4 +1,4 @@
-"""Entries in a module's ``__dict__`` that belong to this one module, such as a ``forward`` with CUDA graphs.
+"""Replaces methods of single modules by entries in their ``__dict__``: a ``forward`` with CUDA graphs, say.
 
 An entry refers to its module. If a shallow copy (``copy.copy``) of the module had the same entry, a call of
 the copy would run the original, and would fail once the original is freed. So shallow copies, and the
@@ -18,16 +18,16 @@ from typing import Any, TypeVar
 from torch import nn
 
 Entry = TypeVar("Entry", bound="InstanceEntry")
-# Module -> its registered entries, by their ids.
+# Module -> {id: object}, for the registered objects in its ``__dict__`` that replace one of its methods.
 _registered: weakref.WeakKeyDictionary[nn.Module, weakref.WeakValueDictionary[int, InstanceEntry]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 class InstanceEntry:
-    """Base class of entries in a module's ``__dict__`` that belong to this one module.
+    """Base class of objects in a module's ``__dict__`` that replace a method of only this module.
 
-    An example is a ``forward`` with CUDA graphs. An entry has only a weak reference to its module.
+    An example is a ``forward`` with CUDA graphs. The object has only a weak reference to its module.
     """
 
     __slots__ = ("__weakref__", "_module")
@@ -44,7 +44,7 @@ class InstanceEntry:
         return module
 
     def register(self) -> None:
-        """Let ``all_of`` and ``owners`` find this entry as long as it and its module exist."""
+        """Let ``all_of`` and ``owners`` find this entry as long as the entry and its module exist."""
         _registered.setdefault(self.module, weakref.WeakValueDictionary())[id(self)] = self
 
     def unregister(self) -> None:
@@ -53,7 +53,10 @@ class InstanceEntry:
 
     @classmethod
     def all_of(cls: type[Entry], module: nn.Module) -> list[Entry]:
-        """The registered entries of ``module`` of this class. Other code may have wrapped them."""
+        """The registered objects of this class that replace methods of ``module``.
+
+        Other code may have wrapped them, or taken them out of the module's ``__dict__``.
+        """
         entries = _registered.get(module)
         # ``valuerefs`` copies the dict in one step, because other threads may add entries during the loop.
         refs = () if entries is None else entries.valuerefs()
@@ -61,7 +64,7 @@ class InstanceEntry:
 
     @classmethod
     def owners(cls) -> list[nn.Module]:
-        """All modules in the process that have registered entries of this class."""
+        """All modules in the process of which a registered object of this class replaces a method."""
         modules = [module for ref in _registered.keyrefs() if (module := ref()) is not None]
         return [module for module in modules if cls.all_of(module)]
 
@@ -80,8 +83,8 @@ def _entries_of(module: nn.Module) -> set[str]:
 class _State(dict[str, Any]):
     """The result of a module's ``__getstate__``: the module's ``__dict__`` without each ``InstanceEntry``.
 
-    A shallow copy of the module gets the content of this dict. Deepcopy and pickle use ``whole``, the
-    complete ``__dict__``.
+    An ``InstanceEntry`` replaces a method of only this module. A shallow copy of the module gets the content
+    of this dict. Deepcopy and pickle use ``whole``, the complete ``__dict__``.
     """
 
     def __init__(self, whole: dict[str, Any]) -> None:
@@ -96,7 +99,10 @@ class _State(dict[str, Any]):
 
 
 class _GetState(InstanceEntry):
-    """Replaces ``__getstate__`` of its module, so that shallow copies get no ``InstanceEntry``."""
+    """Replaces ``__getstate__`` of its module, so that shallow copies get no ``InstanceEntry``.
+
+    Such an entry replaces a method, and would run the original module when the copy is called.
+    """
 
     __slots__ = ()
 
@@ -107,7 +113,10 @@ class _GetState(InstanceEntry):
 
 
 class _Replicate(InstanceEntry):
-    """Replaces ``_replicate_for_data_parallel`` of its module, so that replicas get no ``InstanceEntry``."""
+    """Replaces ``_replicate_for_data_parallel`` of its module, so that replicas get no ``InstanceEntry``.
+
+    Such an entry replaces a method, and would run the original module when the replica is called.
+    """
 
     __slots__ = ()
 
@@ -124,13 +133,19 @@ GUARDS = {"__getstate__": _GetState, "_replicate_for_data_parallel": _Replicate}
 
 
 def guard(module: nn.Module) -> None:
-    """Put the ``GUARDS`` into ``module``: its shallow copies and replicas get no ``InstanceEntry``."""
+    """Replace the methods that copy ``module``, so that shallow copies and replicas get no ``InstanceEntry``.
+
+    An ``InstanceEntry`` replaces a method of the original module only.
+    """
     for name, kind in GUARDS.items():
         vars(module).setdefault(name, kind(module))
 
 
 def unguard(module: nn.Module) -> None:
-    """Undo ``guard``. If ``module`` still has another ``InstanceEntry``, the ``GUARDS`` stay for it."""
+    """Put back the methods that copy ``module``, which ``guard`` has replaced.
+
+    They stay replaced if ``module`` still has another ``InstanceEntry``, which copies must not get.
+    """
     entries = _entries_of(module)
     if entries <= GUARDS.keys():
         for name in entries:

@@ -1,10 +1,10 @@
 """Checks that the installed code of upstream methods is a version that sdfastgn was tested with.
 
-"Upstream" is diffusers or ComfyUI. A fused ``forward`` was tested against certain versions of the
-stock ``forward``. After a change of the stock ``forward``, the images could differ. So the installed code of
-each method is compared with the tested versions, and a module whose class has unknown code is skipped with a
-reason. Each fusion's file names the methods that the fusion replaces or relies on. ``tested_sources.json``
-has the hashes of the tested versions.
+"Upstream" is diffusers or ComfyUI, and a "stock" class or method is one of theirs. A fused ``forward`` was
+tested against certain versions of the stock ``forward``. After a change of the stock ``forward``, the images
+could differ. So the installed code of each method is compared with the tested versions, and a module whose
+class has unknown code is skipped with a reason. Each fusion's file names the methods that the fusion replaces
+or relies on. ``tested_sources.json`` has the hashes of the tested versions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OF_COMFYUI = "comfy/ops.py"
 
 
 class TestedSource(NamedTuple):
-    """An upstream class, and the names of its methods that a fusion replaces or relies on.
+    """A class of diffusers or ComfyUI, and the names of its methods that a fusion replaces or relies on.
 
     ``cls`` may also be a Python module. Then ``methods`` names functions in it.
     """
@@ -55,16 +55,16 @@ def upstream_name(cls: Any) -> str:
 
 @functools.cache
 def tested_versions() -> dict[str, dict[str, list[dict[str, str]]]]:
-    """The content of ``FILE``: name of a class -> name of a method -> its tested versions, oldest first.
+    """The content of tested_sources.json: name of a class -> name of a method -> its tested versions.
 
-    A version is a dict with its ``hash`` (as from ``source_hash``) and, if known, ``first_seen``: the first
-    release in which this code was seen.
+    The oldest version comes first. A version is a dict with the ``hash`` that ``source_hash`` returns for it
+    and, if known, ``first_seen``: the first release in which this code was seen.
     """
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
 def newest_release(package: str) -> str:
-    """The newest release of ``package`` (such as "diffusers") that has the tested versions in ``FILE``."""
+    """The newest release of ``package`` (such as "diffusers") in which a tested version was first seen."""
     releases = [
         version["first_seen"]
         for name, methods in tested_versions().items()
@@ -81,19 +81,20 @@ def is_known(cls: Any, method: str) -> bool:
     return any(version["hash"] == found for version in versions)
 
 
-# Import name of an upstream package -> its name in messages. PyTorch is one of them, because methods of
-# upstream may have its decorators, such as ``torch.no_grad``.
+# Import name of a package -> its name in messages. Only these packages may have written a tested method and
+# its decorators. PyTorch is one of them because of decorators such as ``torch.no_grad``.
 _UPSTREAM = {"diffusers": "diffusers", "comfy": "ComfyUI", "torch": "PyTorch"}
 
-# Function -> its hash. A key (class, name) would be wrong after other code has replaced the method.
+# Function -> the hash of its code. The class and name of a method could not be the key: after other code has
+# replaced the method, the stored hash would be wrong.
 _hashes: weakref.WeakKeyDictionary[types.FunctionType, str | None] = weakref.WeakKeyDictionary()
 
 
 def source_hash(cls: Any, method: str) -> str | None:
-    """The hash of the code of a method or property; None if the code is not upstream's or cannot be read.
+    """The hash of the code of a method or property, with the decorators in its source.
 
-    The hash includes the decorators that upstream's code has. If other code has wrapped the method, the
-    result is None, even if ``functools.wraps`` makes the wrapper look like the method.
+    None if the code cannot be read, or is not of diffusers, ComfyUI or PyTorch. If other code has wrapped the
+    method, the result is None too, even if ``functools.wraps`` makes the wrapper look like the method.
     """
     function = getattr(cls, method, None)
     if isinstance(function, property):
@@ -107,9 +108,9 @@ def source_hash(cls: Any, method: str) -> str | None:
 
 
 def upstream_definition(function: types.FunctionType) -> ast.FunctionDef | None:
-    """The syntax tree of upstream's ``function``, with its decorators.
+    """The syntax tree of ``function``, with its decorators.
 
-    None if the code is not upstream's or cannot be read.
+    None if the code cannot be read, or is not of diffusers, ComfyUI or PyTorch.
     """
     wrappers: list[Any] = []
     try:
@@ -125,7 +126,7 @@ def upstream_definition(function: types.FunctionType) -> ast.FunctionDef | None:
 def definition_of(function: Any) -> ast.FunctionDef | None:
     """The syntax tree of ``function``; None if its source cannot be read.
 
-    A wrapper that a decorator has made must be removed before.
+    If a decorator has wrapped the function, the caller must pass the function inside of the wrapper.
     """
     for source in (_source_of, inspect.getsource):
         with contextlib.suppress(AttributeError, OSError, TypeError, ValueError, SyntaxError):
@@ -135,10 +136,11 @@ def definition_of(function: Any) -> ast.FunctionDef | None:
 
 
 def _source_of(function: types.FunctionType) -> str:
-    """``inspect.getsource`` in a tenth of the time, because it reads no tokens.
+    """Returns what ``inspect.getsource`` returns, in a tenth of the time, because it does not tokenize.
 
-    It ends before the first line of code after the last one that runs and that has no larger indent than the
-    function. This cannot be parsed if it is no code but the inside of a string.
+    The function's last line with bytecode is known. The source ends before the first later line whose indent
+    is not larger than that of the function's first line. If this later line is the inside of a string, the
+    result cannot be parsed, and the caller uses ``inspect.getsource``.
     """
     lines, first = inspect.findsource(function)
     last = start = max(line for *_, line in function.__code__.co_lines() if line is not None)
@@ -155,16 +157,16 @@ def _indent(line: str) -> int:
 
 
 def hash_of(definition: ast.FunctionDef) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of the code of ``definition``.
+    """The first 16 hexadecimal digits of the SHA-256 of the code of ``definition``.
 
-    Layout, comments, docstrings and annotations of signatures do not change the hash. All versions of Python
-    compute the same hash.
+    Whitespace, comments, docstrings and annotations of signatures do not change the hash. All versions of
+    Python compute the same hash.
     """
     return hashlib.sha256(_dump(computed(definition)).encode()).hexdigest()[:16]
 
 
 def computed(definition: ast.FunctionDef) -> ast.FunctionDef:
-    """Remove docstrings and the annotations of signatures from ``definition``, and return it."""
+    """Remove docstrings and the annotations of signatures from ``definition``, and return ``definition``."""
     for node in ast.walk(definition):
         if isinstance(node, ast.arg):
             node.annotation = None
@@ -181,7 +183,7 @@ def _is_docstring(part: Any) -> bool:
 
 
 def _dump(part: Any) -> str:
-    """``ast.dump`` without empty fields. Versions of Python differ in which empty fields they have."""
+    """Returns the text of ``ast.dump`` without empty fields, in which versions of Python differ."""
     if isinstance(part, list):
         return f"[{','.join(map(_dump, part))}]"
     if not isinstance(part, ast.AST):
@@ -191,17 +193,17 @@ def _dump(part: Any) -> str:
 
 
 def _is_upstreams(link: Any) -> bool:
-    # ``__globals__`` gives the name of the module in which ``link`` was defined.
-    # ``__module__`` may give another one: functools.wraps copies it from the wrapped function to the wrapper.
+    # ``__globals__`` has the name of the Python module in which the function ``link`` was defined.
+    # ``__module__`` may name another one: functools.wraps copies it from the wrapped function to the wrapper.
     module = getattr(link, "__globals__", {}).get("__name__", "")
     return module.partition(".")[0] in _UPSTREAM
 
 
 class Untested(str):
-    """The reason to skip a module if a method of upstream has code that was never tested.
+    """The reason to skip a module if a method of diffusers or ComfyUI has code that was never tested.
 
-    By this class ``optimize`` finds these reasons among others. ``file``: the file of this
-    code, from the folder of the release, such as "comfy/ops.py".
+    The class lets ``optimize`` tell these reasons from other reasons, which are plain strings. ``file``: the
+    path of the file with the untested code, relative to the folder of the release, such as "comfy/ops.py".
     """
 
     __slots__ = ("file",)
@@ -209,7 +211,7 @@ class Untested(str):
 
     @property
     def method(self) -> str:
-        """The method, as ``Class.method``."""
+        """The name of the untested method, as ``Class.method``."""
         return self.partition(" ")[0]
 
 
@@ -227,13 +229,13 @@ def unknown_source(*sources: TestedSource) -> Untested | None:
 
 
 def file_of(cls: Any) -> str:
-    """The file of the class or Python module ``cls``, from the folder of the release."""
+    """The path of the file with the class or Python module ``cls``, relative to the folder of the release."""
     name = cls.__name__ if isinstance(cls, types.ModuleType) else cls.__module__
     return f"{name.replace('.', '/')}.py"
 
 
 def how_to_compare(files: Iterable[str]) -> str:
-    """What a user does to see how the code in ``files`` of ComfyUI differs from the newest tested release."""
+    """Tells a user how to compare the installed ``files`` of ComfyUI with the newest tested release."""
     *most, last = sorted({*files, OF_COMFYUI})
     needed = f"{', '.join(most)} and {last}" if most else last
     return (
