@@ -1,7 +1,8 @@
 """The correctness gate: a variant is only timed if its output is close enough to stock eager's output.
 
-Stock eager is the model without sdfastgn and without torch.compile. An output is a tensor, an array of
-images, or for a training step a dict of gradients by parameter name.
+A variant is a way to run a model, such as with torch.compile. Stock eager is the model without sdfastgn and
+without torch.compile. An output is a tensor, an array of images, or for a training step a dict of gradients
+by parameter name.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ TF32_BOUND = 1e-2
 # Minimum PSNR in dB of a pipeline's images against stock eager's images, by dtype.
 # These bounds are low because denoising steps with guidance amplify rounding errors.
 PSNR_BOUNDS = {"fp16": 30.0, "bf16": 25.0, "fp32": 40.0}
-# Maximum ratio of the error of a variant's gradients to the error of stock eager's gradients. Both errors are
-# against fp32 gradients. A variant's gradients are not compared with stock eager's gradients, because stock
-# eager's gradients have large errors themselves.
+# Maximum ratio of the error of a variant's gradients to the error of the gradients of stock eager (the model
+# without sdfastgn and torch.compile). Both errors are against fp32 gradients. A variant's gradients are not
+# compared with stock eager's gradients, because stock eager's gradients have large errors themselves.
 GRADIENT_FACTOR = 1.05
 
 
@@ -59,8 +60,9 @@ class Judgement:
     """A variant's errors. ``reason``: why the gate rejects the variant; empty if the gate accepts it.
 
     ``error`` and ``psnr_db`` compare the variant's output with stock eager's output. The fields ``fp32_...``
-    compare it with stock's output in fp32. They are NaN or None if this output was not computed. ``rows``:
-    ``images.row_errors`` of a network's output against fp32.
+    compare it with stock's output in fp32. They are NaN or None if this output was not computed. ``rows``: of
+    the relative errors against fp32 at single positions of a network's output, the median and the 95th
+    percentile.
     """
 
     error: float

@@ -81,10 +81,10 @@ def relative_error(a: Tensor | Mapping[str, Tensor], b: Tensor | Mapping[str, Te
 
 
 def row_errors(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """The median and the 95th percentile of the relative errors of the rows of ``a``.
+    """The median and the 95th percentile of the relative errors of the rows of ``a`` against those of ``b``.
 
-    A row has all channels at one position: a row of the last axis, or of axis 1 in images and videos
-    (N, C, ..., H, W). Its error is ||a - b|| / ||b||. NaN if a value is NaN.
+    A row is the vector of all channels at one position. The channels are the last axis, or axis 1 in images
+    and videos (N, C, ..., H, W). A row's error is ||a - b|| / ||b||. Both results are NaN if a value is NaN.
 
     Raises ValueError if the shapes differ.
     """

@@ -1,4 +1,4 @@
-"""Runs stable-fast, a competitor, and prevents its side effects on other variants."""
+"""Runs stable-fast, a competitor, and prevents its side effects on other measurements."""
 
 from __future__ import annotations
 

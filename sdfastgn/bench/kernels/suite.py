@@ -27,7 +27,7 @@ COPY = "copy"
 # In a suite's ``operations``, the names of sdfastgn's providers begin with this word. All other providers
 # except the copy are called peers.
 OURS = "sdfastgn"
-# The default suite.
+# Name of the suite that ``sdfastgn kernels`` times if the user names no suite.
 INFERENCE = "inference"
 
 # The passes that can be timed. "forward in training" is a forward that autograd records. The passes in
@@ -133,7 +133,7 @@ class Operation:
             call takes them.
         reference: the computation in plain PyTorch, for operands of any dtype.
         providers: its implementations.
-        passes: the passes that are timed.
+        passes: the passes (forward, backward and so on) that are timed.
         task: the beginning of a row's task, before the name of the pass. Empty if a row's task is only the
             name of the pass.
         outputs: names of the outputs.
@@ -222,7 +222,10 @@ class Suite:
 
     @property
     def ideals(self) -> dict[str, float]:
-        """Task -> lowest possible value of its time divided by the copy's, if memory limits the speed."""
+        """For each task, the lowest possible ratio of its time to a copy's, if memory limits the speed.
+
+        The copy reads and writes the first operand once. A task is a pass of an operation.
+        """
         return {
             operation.label(pass_name): operation.moved_tensors(pass_name) / 2
             for operation in self.operations
@@ -289,7 +292,7 @@ class KernelRow:
         hot_gbps, cold_gbps: GB/s: the bytes that a call must at least read and write, divided by ``hot_us``
             or by ``cold_us``.
         hot_ratio: ``hot_us`` divided by the ``hot_us`` of the provider ``COPY`` on the same shape.
-        cold_ratio: the same for ``cold_us``.
+        cold_ratio: ``cold_us`` divided by the ``cold_us`` of the provider ``COPY`` on the same shape.
         error: the largest relative error of all outputs and gradients; None if an error is not finite.
         cpu_us: microseconds that the CPU needs for a call that runs on a GPU. Only the suite "inference"
             measures it.

@@ -76,7 +76,7 @@ def lowest_floor(rows: Sequence[Row]) -> tuple[str, float] | None:
 def profile_table(rows: Sequence[Row], title: str) -> Blocks | None:
     """A table of milliseconds per category of kernels. It has a row for each of ``rows`` with a breakdown.
 
-    None if no row has one.
+    Returns None if no row has a breakdown.
     """
     found = _found(rows)
     shown = [name for name in (*CATEGORIES, GAPS) if name != OTHER or any(one.other for _, one in found)]

@@ -30,7 +30,7 @@ NO_GPU = "no GPU: sdfastgn runs stock's own code here, so its times should be ab
 # Settings in which a run may differ from its preset and still be compared with the preset's published
 # numbers.
 _FREE_SETTINGS = ("repeats",)
-# Settings of a pipeline that a preset need not name -> their values in a preset that does not name them.
+# Settings of a pipeline that a preset may leave out -> the values that they then have.
 _DEFAULTS = {name: getattr(BenchConfig, name) for name in ("scheduler", "guidance", "prompt", "seed")}
 
 

@@ -19,11 +19,11 @@ class SpeedUp:
     """Eager's time divided by a variant's time.
 
     Attributes:
-        value: eager's median divided by the variant's. Eager's is the mean of its medians before and after
-            the variant, if both were measured.
+        value: eager's median time divided by the variant's. If eager was timed before and after the variant,
+            the mean of the two medians counts.
         least, most: the lowest and the highest ratio that are possible if each of the two times is between
             its 10th and its 90th percentile.
-        drift: eager has a median before the variant and one after it: the larger divided by the smaller.
+        drift: the larger of eager's medians before and after the variant, divided by the smaller.
     """
 
     value: float
