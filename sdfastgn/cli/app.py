@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-# Placeholder in help texts, such as "{variants}" -> function that returns the words that replace it. The
-# functions are called only when the help is shown, because some of them import torch. A command adds the
-# placeholders of its own help texts.
+# A placeholder in help texts, such as "{variants}" -> the function that returns the words that replace the
+# placeholder. The functions are called only when the help is shown, because some of them import torch. Each
+# command adds the placeholders of its own help texts.
 NAMES: dict[str, Callable[[], Iterable[str]]] = {}
 
 

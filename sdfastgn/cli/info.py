@@ -60,7 +60,8 @@ def _cudnn() -> str | None:
     number = torch.backends.cudnn.version()
     if number is None:
         return None
-    major, rest = divmod(number, 10_000 if number >= 90_000 else 1_000)  # cuDNN 9 has a digit more
+    # From cuDNN 9 on, the number has one digit more: 91002 is 9.10.2, and 8902 is 8.9.2.
+    major, rest = divmod(number, 10_000 if number >= 90_000 else 1_000)
     return f"{major}.{rest // 100}.{rest % 100}"
 
 

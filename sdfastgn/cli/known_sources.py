@@ -127,11 +127,11 @@ def _release_files(against: Path) -> Any:
     Returns the folder that contains the package, with pathlib's interface. Raises OptionError if ``against``
     is none of these.
     """
-    place = Path(os.path.abspath(against))  # the parent of "." is not in its path
+    place = Path(os.path.abspath(against))  # absolute, because the parent of the path "." is "." again
     every: list[Any] = [place, place.parent, place / "src"]
     if zipfile.is_zipfile(against):
         every = [zipfile.Path(against)]
-    elif place.name not in ("diffusers", "comfy"):  # otherwise the package may be the folder itself
+    elif place.name not in ("diffusers", "comfy"):  # only a folder with such a name may be the package itself
         every.remove(place.parent)
     for files in every:
         if _has_file(files, "diffusers/__init__.py") or _has_file(files, OF_COMFYUI):

@@ -1,4 +1,4 @@
-"""The results of verification as a table."""
+"""A table of the results of ``sdfastgn verify``, which compares each fused module with stock's code."""
 
 from __future__ import annotations
 
