@@ -254,7 +254,7 @@ def _compiled() -> int:
 def _compared(images: Images, made: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
     """Returns a row's fields about differences of ``made`` (sdfastgn's outputs) from ``stock`` (stock's).
 
-    Also removes sdfastgn from ``images``, and compares outputs again (see ``times_of``).
+    Also removes sdfastgn from ``images``, and checks whether the outputs then have the same bits as stock's.
     """
     found: dict[str, Any] = {
         "latent_difference": relative_error(made["latents"], stock["latents"]),

@@ -18,7 +18,7 @@ from scripts.publish import comfyui_models
 class Images:
     """Makes images with one of ComfyUI's models, a LoRA and a ControlNet.
 
-    Their files were written by ``comfyui_models.write_files``. ComfyUI must be imported before.
+    The files of all three were written by ``comfyui_models.write_files``. ComfyUI must be imported before.
 
     Args:
         model: a name in ``comfyui_models.MODELS``.

@@ -55,7 +55,10 @@ def chosen(names: Sequence[str]) -> list[Case]:
 
 
 def measure(case: Case, device: torch.device, note: Note) -> None:
-    """Times a network in all three ways. Compiling comes after the times of stock and sdfastgn."""
+    """Times a network stock, with sdfastgn, and then with torch.compile, whose compiling may take minutes.
+
+    Calls ``note`` with the network's row whenever more of its times are known.
+    """
     row = CompiledRow(case.name, str(case.dtype).removeprefix("torch."))
     try:
         _, stock = built(case, device)
@@ -94,7 +97,7 @@ def _compiled(
     ours: Callable[[], Tensor],
     expected: Tensor,
 ) -> CompiledRow:
-    """Compiles the network, and times all three ways. Returns ``row`` with these times."""
+    """Compiles the network. Times it stock, compiled and with sdfastgn. Returns ``row`` with the times."""
     model, call = built(case, device)
     with prepared(VARIANTS["compile_channels_last"], model, "vae"):
         print(f"compiling {case.name}", flush=True)
@@ -138,7 +141,7 @@ def _floor_ms(model: nn.Module, call: Callable[[], Tensor], device: torch.device
 
 
 def alone(case: Case, file: Path, device: torch.device) -> int:
-    """Times a network in this process, and writes ``file`` each time when more is known."""
+    """Times a network in this process, and writes ``file`` whenever more of its times are known."""
     start, rows = time.monotonic(), [CompiledRow(case.name, "")]
     with timing.global_switches() as switches:
         where = environment(device, switches)

@@ -138,9 +138,9 @@ def set_limit(gib: float | None, device: torch.device) -> None:
 
 
 class Limited:
-    """A pipeline that draws the same images under several limits, first stock, then optimized.
+    """A pipeline that draws the same images under several limits of memory, first stock, then optimized.
 
-    ``rows`` yields a row for each setting, and stops when ``is_late`` returns True.
+    ``rows`` yields a row for each limit, with and without offloading. It stops when ``is_late`` returns True.
     """
 
     def __init__(self, model: str, device: str, is_late: Callable[[], bool]) -> None:
@@ -174,7 +174,10 @@ class Limited:
                     yield row
 
     def one(self, row: MemoryRow) -> tuple[MemoryRow, Any]:
-        """Draws as ``row`` says. Returns the whole row and the images, or None if they could not be drawn."""
+        """Draws images with the settings in ``row``. Returns (the whole row, the images).
+
+        If the images could not be drawn, the row has the reason, and None takes the place of the images.
+        """
         pipe = self.pipe
         if row.is_optimized:
             sdfastgn.optimize(pipe)
@@ -213,7 +216,7 @@ def limited(
         release_memory()
 
 
-# Value of the option ``--only`` -> the function that makes the measurement and yields its rows.
+# Value of the option ``--only`` -> the function that makes this measurement and yields its rows.
 MEASUREMENTS = {"peaks": peaks, "limits": limited}
 
 

@@ -2,10 +2,11 @@
 
 python -m scripts.publish.offloading --json benchmarks/by_hand/offloading.json
 
-The largest models are the text encoder and the transformer: T5 and the transformer of Flux.1 schnell, UMT5
-and the transformer of Wan 2.1 (1.3B). The weights are random, in bf16. Each pipeline is called three times
-after ``enable_model_cpu_offload``. sdfastgn's first call includes the time to compile kernels, and copies all
-weights back to main memory. In later calls, large weights are copied back only if they have changed.
+The largest models are the text encoder and the transformer. They are T5 and the transformer of Flux.1 schnell
+in one pipeline, and UMT5 and the transformer of Wan 2.1 (1.3B) in the other. The weights are random, in bf16.
+Each pipeline is called three times after ``enable_model_cpu_offload``. The optimized pipeline's first call
+includes the time to compile kernels, and copies all weights back to main memory. In its later calls, large
+weights are copied back only if they have changed.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ _SMALL_WAN = {
 
 @dataclass(frozen=True)
 class Offloaded:
-    """A pipeline, and those arguments of its calls that differ between pipelines."""
+    """A pipeline to offload, and those arguments of its calls that differ between pipelines."""
 
     pipe: Any
     arguments: dict[str, Any]

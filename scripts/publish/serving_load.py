@@ -123,11 +123,11 @@ def _is_ready(url: str) -> bool:
 
 @dataclass(frozen=True)
 class Load:
-    """What clients have seen.
+    """The times and failures of all clients' requests to a server.
 
     Attributes:
         taken: seconds of each request that got an image.
-        seconds: from the first request to the last answer.
+        seconds: time from the first request to the last answer.
         lost: for each request that got no image, the reason.
     """
 
@@ -163,7 +163,7 @@ async def load(url: str, body: dict[str, Any], clients: int, seeds: Iterable[int
 
 
 def body_of(config: BenchConfig) -> dict[str, Any]:
-    """Returns a request without a seed."""
+    """Returns the JSON of a request for an image, without a seed."""
     size = {"width": config.size, "height": config.size}
     return {"prompt": config.prompt, **size, "steps": config.steps, "guidance": config.guidance}
 

@@ -1,4 +1,4 @@
-"""Measure the example server on Ray with one replica and with several, and while one of them dies.
+"""Measure the example server on Ray with one replica, with several, and while a replica is killed.
 
 python -m scripts.publish.serving_replicas --model sd15 --json benchmarks/by_hand/serving_replicas.json
 
@@ -102,10 +102,10 @@ def ray_started(config: BenchConfig, replicas: int) -> Iterator[str]:
     from ray import serve
 
     sys.path.insert(0, str(EXAMPLES))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would need the network
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # usage statistics would need the network
     ray.init(
-        address="local",  # not one that runs already
-        num_cpus=replicas,  # each replica takes one
+        address="local",  # starts a new Ray, even if one runs already
+        num_cpus=replicas,  # each replica takes one CPU
         num_gpus=replicas if config.torch_device.type == "cuda" else 0,
         object_store_memory=SHARED_MEMORY,
         include_dashboard=False,
@@ -134,13 +134,13 @@ def deploy(config: BenchConfig, folder: str, replicas: int) -> None:
         min_replicas=replicas,
         max_replicas=replicas,
     )
-    serve.delete("default")  # the replicas of the last call
+    serve.delete("default")  # ends the replicas that an earlier call of this function has started
     serve.run(example.application(settings))
     _until(lambda: running() == replicas)
 
 
 def running() -> int:
-    """Returns how many replicas take requests, in Ray's view."""
+    """Returns the number of replicas that take requests, according to Ray."""
     from ray import serve
 
     states = serve.status().applications["default"].deployments["Painter"].replica_states
@@ -200,7 +200,7 @@ def rows(config: BenchConfig, replicas: int, requests: int) -> Iterator[Replicas
                     return
                 for clients in CLIENTS:
                     yield _row(count, clients, asyncio.run(load(url, body, clients, range(requests))))
-            if replicas > 1:  # the others answer meanwhile
+            if replicas > 1:  # the other replicas answer while the killed one is replaced
                 yield killed(url, body, replicas, max(CLIENTS))
 
 

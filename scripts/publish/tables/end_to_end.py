@@ -57,11 +57,12 @@ HEADLINE_TIMES = "milliseconds (speed-up over eager + graph, over eager)"
 # Times of diffusers' own code that the front page's speed-ups compare with: (variant, True for its time as a
 # CUDA graph). The first does not depend on the CPU.
 REFERENCES = (("eager", True), ("eager", False))
-# The list of speed-ups on the front page: (part, its name). They are over eager's CUDA graph. Whole images
-# have none, so the list leaves them out: a speed-up over eager alone grows on a slow CPU.
+# The list of speed-ups on the front page: (part, its name). The speed-ups are over eager's CUDA graph,
+# because a speed-up over eager without a graph is larger on a slow CPU. The list leaves out whole images,
+# because a pipeline is not one CUDA graph.
 CLAIMS = (("vae", "VAE decodes"), ("unet", "UNet steps"), ("transformer", "transformer steps"))
-# Columns of the front page's table of transformers: title -> (variants of others, and sdfastgn's
-# variant). Of the others' times, the shortest counts. A cell has how many times as fast the variant is.
+# Columns of the front page's table of transformers: title -> (variants of others, sdfastgn's variant). A cell
+# says how many times as fast sdfastgn's variant is. Of the times of the others, the shortest counts.
 TRANSFORMER_CLAIMS: dict[str, tuple[_Choices, str]] = {
     "over eager + graph": ((("eager", True),), "sdfastgn"),
     "over torch.compile of repeated blocks": (
@@ -451,7 +452,7 @@ def latency_markdown(results: Path) -> str:
 def several_gpus_markdown(results: Path) -> str:
     """Returns a table of pipelines on several GPUs at once, one process for each: images per second.
 
-    The last column is the rate of the most GPUs over that of one.
+    The last column is the rate of the largest number of GPUs divided by the rate of one GPU.
     """
     found: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     runs = rows_of_runs(results, "processes")
