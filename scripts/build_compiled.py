@@ -48,7 +48,7 @@ PROJECT = ROOT / "integrations" / "compiled"
 # between two of these numbers needs few kernels that are not compiled. Source: NVIDIA's data sheets.
 MULTIPROCESSORS = {
     "sm_80": (108,),  # A100
-    "sm_86": (28, 46, 68, 82),  # RTX 3060, 3070, 3080, 3090; A10 and A40 are near the last two
+    "sm_86": (28, 46, 68, 82),  # RTX 3060, 3070, 3080, 3090; A10 has 72, A40 84
     "sm_89": (24, 34, 46, 66, 128),  # RTX 4060, 4060 Ti, 4070, 4070 Ti Super, 4090; L4 has 58, L40S 142
     "sm_90": (114, 132),  # H100 PCIe; H100, H200
     "sm_100": (148,),  # B200

@@ -4,8 +4,8 @@ python -m scripts.publish.adapters --json adapters.json
 
 The changes are LoRAs and their scales, FreeU, an IP-Adapter, the residuals of a ControlNet or T2I-Adapter,
 another prompt, and other attention processors. They are made one after the other to the same UNet or
-transformer, as the list ``CHANGES`` says. A model in ``FEWER`` has fewer of them. LoRAs and the IP-Adapter
-have random weights.
+transformer, in the order of the list ``CHANGES``. Models in the dict ``FEWER`` get only some of the changes.
+LoRAs and the IP-Adapter have random weights.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Step:
 
     @property
     def unet(self) -> Any:
-        """The model, for functions of diffusers that are given a pipeline."""
+        """The model. Functions of diffusers that expect a pipeline read the model from this attribute."""
         return self.model
 
     def call(self, number: int) -> Tensor:

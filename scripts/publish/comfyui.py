@@ -101,8 +101,9 @@ def main(
     except OptionError as error:
         raise typer.BadParameter(str(error)) from None
     machine = environment(torch.device("cuda"))
-    # ComfyUI's main.py chooses this allocator before it imports PyTorch. The variable is set only now, for
-    # the processes below: in this process PyTorch already uses the GPU with another allocator.
+    # ComfyUI's main.py chooses the allocator cudaMallocAsync before it imports PyTorch. The environment
+    # variable is set only now, for the processes that are started below: in this process PyTorch already uses
+    # the GPU with another allocator.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     config = {"rounds": rounds, "allocator": os.environ["PYTORCH_CUDA_ALLOC_CONF"]}
     content = document("comfyui", machine, config, [])

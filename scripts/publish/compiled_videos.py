@@ -3,9 +3,9 @@
 python -m scripts.publish.compiled_videos --folder benchmarks/by_hand/compiled_videos
 
 torch.compile runs as in the variant ``compile_channels_last`` of ``sdfastgn bench``: on weights in
-channels-last, in its default mode. Each network has a process and a file of its own. In this process, calls
-of stock, torch.compile and sdfastgn take turns. Compiling a network can take minutes. If the time limit
-(``--limit``) ends earlier, the file has only the times of stock and sdfastgn.
+channels-last, in its default mode. Each network has a process and a file of its own. In the process of a
+network, calls of stock, torch.compile and sdfastgn take turns. Compiling a network can take minutes. If the
+time limit (``--limit``) ends earlier, the file has only the times of stock and sdfastgn.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ python -m scripts.publish.fp8_quality --json benchmarks/by_hand/fp8_quality.json
 Each model draws the same images in fp32, in its own dtype, with sdfastgn, and in FP8. All images are compared
 with the images in fp32, and a classifier reads the digits. The output of one step is compared too, with
 latents of scans that the transformer was not trained with. The transformers are also measured with one scale
-for each tensor instead of each row. Rounding in fp32 emulates these products.
+for each tensor instead of each row. To emulate this, inputs and weights are rounded to E4M3, and the matrix
+products are computed in the model's own dtype.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def asked(number: int) -> tuple[int, str]:
 
 def noise_of(numbers: Sequence[int], device: str) -> Tensor:
     """The noise of images, (N, 4, 8, 8) in fp32. Each number is the seed of its image's noise."""
-    # It is drawn on the CPU, so that it is the same on every device.
+    # The noise is drawn on the CPU, so that it is the same on every device.
     return torch.stack(
         [torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(number)) for number in numbers]
     ).to(device)
@@ -220,7 +221,7 @@ def round_with_one_scale(network: nn.Module) -> None:
 def measured(
     name: str, make: Callable[[torch.dtype], Model], size: Size
 ) -> Iterator[tuple[QualityRow, np.ndarray]]:
-    """Yields (row, images) of stock in fp32 and in its own dtype, and of each variant of sdfastgn."""
+    """Yields (row, images) for stock in fp32, for stock in the model's own dtype, and for sdfastgn."""
     exact = make(torch.float32)
     truth = exact.draw(range(size.images), size.steps), exact.step()[0]
     yield _row(name, "fp32", exact, size, truth)

@@ -131,7 +131,7 @@ def peaks(
 
 
 def set_limit(gib: float | None, device: torch.device) -> None:
-    """Limits the memory that PyTorch may reserve to ``gib``. None removes the limit."""
+    """Limits the memory that PyTorch may reserve on the GPU to ``gib`` GiB. None removes the limit."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(1.0 if gib is None else min(1.0, gib * 2**30 / total))
@@ -204,8 +204,8 @@ def limited(
 ) -> Iterator[MemoryRow]:
     """Yields a row for each pipeline and limit, stock and optimized, as soon as it is measured.
 
-    Under some limits there are also rows with offloading, as the module's docstring says. No row is measured
-    once ``is_late`` returns True.
+    Under the smallest limit, and under limits where stock cannot draw, there are also rows with offloading.
+    No row is measured once ``is_late`` returns True.
     """
     for model in sorted({model for model, _ in pipelines}):
         held = Limited(model, device, is_late)

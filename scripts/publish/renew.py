@@ -32,14 +32,14 @@ from sdfastgn.bench.documents import FAILED, OK, document, read_json, write_json
 from sdfastgn.bench.environment import environment
 
 NOT_STARTED = "not started"
-# A step is stopped after its budget times this number, so that a step that hangs does not block the others.
-# It is stopped earlier if the time of the whole call (``--budget``) is up.
+# A step (one measurement) is stopped after its budget of seconds times this number, so that a step that hangs
+# does not block the others. It is stopped earlier if the time of the whole call (``--budget``) is up.
 PATIENCE = 3
 
 
 @dataclass
 class StepRow:
-    """The outcome of one step.
+    """The outcome of one step, which is a measurement in a process of its own.
 
     Attributes:
         writes: the file that the step makes, relative to the folder of the results.
@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (reason := _reason_not_to(options)) is not None:
         print(f"renew: {reason}", file=sys.stderr)
         return 2
-    out = options.out.resolve()  # absolute, because the steps run in another folder: the checkout's
+    out = options.out.resolve()  # absolute, because the steps run in another folder, the checkout's root
     out.mkdir(parents=True, exist_ok=True)
     rows = renew(STEPS, out, tiny=options.tiny, resume=options.resume, budget=options.budget)
     if options.archive is not None:

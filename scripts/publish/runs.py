@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Calls:
-    """Several calls of a function.
+    """The result, the times and the memory of several calls of a function.
 
     Attributes:
         result: what the last call returned; None if a call failed.

@@ -136,7 +136,10 @@ class Load:
     lost: list[str] = field(default_factory=list)
 
     def figures(self) -> dict[str, Any]:
-        """Returns the fields ``requests_s``, ``p50_s`` and ``p99_s`` of a row."""
+        """Returns requests per second, and the median and 99th percentile of the seconds of a request.
+
+        The keys are the names of these fields in a row.
+        """
         p50, p99 = np.percentile(self.taken, (50, 99))
         return {"requests_s": len(self.taken) / self.seconds, "p50_s": float(p50), "p99_s": float(p99)}
 
@@ -148,7 +151,7 @@ async def load(url: str, body: dict[str, Any], clients: int, seeds: Iterable[int
         left, taken, lost = iter(seeds), [], []
 
         async def ask() -> None:
-            for seed in left:  # shared by all clients, so each seed is asked for once
+            for seed in left:  # all clients share this iterator, so each seed is asked for once
                 start = time.perf_counter()
                 try:
                     (await client.post("/images", json={**body, "seed": seed})).raise_for_status()

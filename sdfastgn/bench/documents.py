@@ -27,7 +27,7 @@ OK, UNAVAILABLE, FAILED, WRONG = "ok", "unavailable", "failed", "wrong output"
 def document(
     kind: str, environment: dict[str, Any], config: dict[str, Any], rows: Iterable[Any]
 ) -> dict[str, Any]:
-    """Return a run as a dict that JSON can hold.
+    """Return the results of a benchmark run as a dict for JSON.
 
     Args:
         kind: the kind of the rows, such as ``"end_to_end"``. It decides which tables show the rows.

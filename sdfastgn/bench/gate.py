@@ -120,7 +120,7 @@ def problem(config: BenchConfig, output: Any) -> str:
 def judge(config: BenchConfig, output: Any, stock: Reference, slack: float = 1.0) -> Judgement:
     """Compare a variant's ``output`` with stock's. An output with NaN or infinity is never accepted.
 
-    ``slack``: the error may exceed the bound by this factor. It does not matter for training steps.
+    ``slack``: the error may exceed the bound by this factor. Training steps ignore this factor.
     """
     ours, theirs = tensors(output), tensors(stock.output)
     for name in {**theirs, **ours}:
@@ -157,7 +157,7 @@ def _reason(
         bound = slack * _error_bound(config)
         return "" if error <= bound else f"relative error {error:.3g} is above {bound:g}"
     # In fp32 stock's error may be almost zero, and then 1.05 times this error is too strict a bound. So any
-    # error up to a fixed bound is accepted as well.
+    # relative error up to 1e-3 is accepted as well.
     least = ERROR_BOUNDS["fp32"] if config.dtype == "fp32" else 0.0
     bound = max(GRADIENT_FACTOR * stock_fp32_error, least)
     text = f"the gradients' relative error {fp32_error:.3g} against fp32 is above {bound:.3g}"

@@ -152,10 +152,11 @@ def shares_by_name(events: Iterable[Any]) -> Shares:
 
 
 def _breakdown(parts: Sequence[dict[str, Any]], events: Sequence[Any], **values: Any) -> Breakdown:
-    """Make a breakdown from ``events`` and ``parts``, their entries (results of ``_entry``).
+    """Make a breakdown of a call from its ``events`` and ``parts``.
 
-    An event has several parts if its time counts for several categories. ``values``: the fields of Breakdown
-    that cannot be computed from parts and events.
+    ``parts``: the entries of the events (results of ``_entry``). An event has several entries if its time
+    counts for several categories. ``values``: the fields of Breakdown that cannot be computed from parts and
+    events.
     """
     times = [event.time_range for event in events]
     total_ms = (max(time.end for time in times) - min(time.start for time in times)) / 1e3

@@ -224,7 +224,10 @@ def _profile(row: Row, config: BenchConfig, call: Callable[[], Any], replay: Any
 
 
 def _call_when_ready(variant: Variant, workload: Workload) -> Any:
-    """Call the workload until ``variant`` is ready for a comparison, then once more. Returns this output."""
+    """Call the workload until ``variant`` is ready for a comparison, then once more.
+
+    Returns the output of the last call.
+    """
     for _ in range(_MOST_FIRST_CALLS):
         if variant.is_ready(workload.target):
             break
@@ -346,7 +349,8 @@ def run(
                 # Without CUDA graphs a call's time depends on how fast the CPU launches kernels, and a shared
                 # CPU's speed may change by a factor of two within minutes. So eager is timed again after each
                 # variant, and the speed-up uses eager's times just before and just after the variant.
-                # Not with profiles: after the profiler has recorded something, eager's calls take longer.
+                # In runs with profiles eager is not timed again: after the profiler has recorded something,
+                # eager's calls take longer.
                 repeats = min(config.repeats, EAGER_REPEATS)
                 again = timing.time_callable(workload.call, device, repeats=repeats, warmup=1).median_ms
                 row.eager_ms, eager = [eager, again], again
@@ -377,7 +381,10 @@ def describe(configs: Sequence[BenchConfig]) -> dict[str, Any]:
 
 
 def current_environment(device: torch.device, configs: Sequence[BenchConfig] = ()) -> dict[str, Any]:
-    """Returns ``environment(device)`` with the global switches that ``run`` sets for ``configs[0]``."""
+    """Returns a dict for JSON: the machine, the versions, and PyTorch's global switches during the run.
+
+    The switches are those that ``run`` sets for ``configs[0]``.
+    """
     tries = not configs or tries_algorithms(configs[0])
     with timing.global_switches(cudnn_benchmark=tries) as switches:
         return environment(device, switches)

@@ -175,7 +175,10 @@ def capture_graph(fn: Callable[[], T], *, warmup: int = 3) -> tuple[Callable[[],
 
 
 def cold_sets(bytes_a_call: int) -> int:
-    """Number of input sets for a measurement with a cold L2, if one call moves ``bytes_a_call`` bytes."""
+    """Number of copies of the inputs that a measurement with a cold L2 needs.
+
+    ``bytes_a_call``: number of bytes that one call reads and writes.
+    """
     return max(2, min(MAX_COLD_SETS, -(-COLD_BYTES // max(1, bytes_a_call))))
 
 

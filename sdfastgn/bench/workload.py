@@ -182,7 +182,10 @@ def build_video(config: BenchConfig) -> Workload:
 
 
 def _start_arguments(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """A pipeline's arguments for its start: noise as latents, or for image-to-image a random image."""
+    """The arguments of a pipeline's call with which it starts: noise as latents, or a random image.
+
+    Image-to-image pipelines get an image.
+    """
     # ``randn`` draws in fp32 and then casts to ``dtype``. So pipelines in fp16 and fp32 start from the same
     # noise.
     where = {**_random_options(config), "dtype": dtype}

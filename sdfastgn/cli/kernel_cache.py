@@ -132,8 +132,8 @@ def fill(pipe: Any, sizes: Sequence[tuple[int, int]], batch: int) -> int:
             pipe(prompt=[PROMPT] * batch, output_type="pt", **size)
 
     with warnings.catch_warnings():
-        # In ``rehearse``, kernels that are not compiled yet do not run. So its images are meaningless, and so
-        # are warnings of NaN in them.
+        # In the rehearsal, kernels that are not compiled yet do not run. So its images are meaningless, and
+        # warnings of NaN in these images are ignored.
         warnings.simplefilter("ignore")
         count = rehearse(draw, next(pipe.unet.parameters()).device)
     draw()

@@ -68,8 +68,9 @@ def print_sources(
 
     Args:
         out: where to print.
-        against: an earlier release: a diffusers wheel, a folder with or of diffusers, or a checkout of
-            diffusers or ComfyUI. For each unknown method, its changes since this release are printed.
+        against: an earlier release: a diffusers wheel, a folder that is or contains the package diffusers, or
+            a checkout of diffusers or ComfyUI. For each unknown method, its changes since this release are
+            printed.
         comfyui: a checkout of ComfyUI, whose methods are looked at too.
         accept: if True, write the hashes of the unknown methods into ``tested_sources.json``. Then they are
             known.
@@ -122,10 +123,10 @@ def _comfyui_release(folder: Path) -> tuple[str, tuple[Any, ...]]:
 
 
 def _release_files(against: Path) -> Any:
-    """Open a diffusers wheel, a folder with or of diffusers, or a checkout of diffusers or ComfyUI.
+    """Open a release: a wheel of diffusers, a folder that is or contains the package, or a checkout.
 
-    Returns the folder that contains the package, with pathlib's interface. Raises OptionError if ``against``
-    is none of these.
+    The checkout can be of diffusers or of ComfyUI. Returns the folder that contains the package, with
+    pathlib's interface. Raises OptionError if ``against`` is none of these.
     """
     place = Path(os.path.abspath(against))  # absolute, because the parent of the path "." is "." again
     every: list[Any] = [place, place.parent, place / "src"]

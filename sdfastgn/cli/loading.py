@@ -39,8 +39,8 @@ def dtype_name(option: str, value: str | None, device: str, on_gpu: str = "fp16"
 def text_to_image(option: str, weights: str) -> tuple[int, int]:
     """Check that ``weights`` are a text-to-image pipeline, without loading them.
 
-    Returns (native image size, pixels along a side of one latent), as ``saved.native_size`` does. Raises
-    OptionError if ``weights`` are no text-to-image pipeline.
+    Returns (the model's own image size in pixels, pixels along a side of one latent). Raises OptionError if
+    ``weights`` are no text-to-image pipeline.
     """
     config = unet_config(option, weights)
     if reason := pipeline_reason(weights, config):

@@ -55,7 +55,7 @@ TIMES = "milliseconds (speed-up over eager)"
 # Title of the first column in the front page's table.
 HEADLINE_TIMES = "milliseconds (speed-up over eager + graph, over eager)"
 # Times of diffusers' own code that the front page's speed-ups compare with: (variant, True for its time as a
-# CUDA graph). The first does not depend on the CPU.
+# CUDA graph). The first of the two times does not depend on the CPU.
 REFERENCES = (("eager", True), ("eager", False))
 # The list of speed-ups on the front page: (part, its name). The speed-ups are over eager's CUDA graph,
 # because a speed-up over eager without a graph is larger on a slow CPU. The list leaves out whole images,
@@ -282,7 +282,7 @@ def _over_graph(rows: Mapping[str, Row], choices: _Choices) -> str:
 
 
 def transformers_compared_markdown(results: Path) -> str:
-    """Returns a table of further differences between the variants of ``transformers_markdown``."""
+    """Returns a table that compares variants on transformers: seconds until ready, errors and memory."""
     lines = _transformers(results)
     ours = ("sdfastgn", "sdfastgn_fp8")
     return _peer_table(lines, ("compile_blocks",), TRANSFORMERS_COMPARED, ours)
@@ -314,7 +314,8 @@ def _headline_cell(title: str, rows: Mapping[str, Row], choices: _Choices) -> st
 def claims_markdown(results: Path) -> str:
     """Returns lists, one for each GPU, with the smallest and the largest speed-up of each part.
 
-    The parts are ``CLAIMS``, and the speed-ups those of the front page's tables over eager's CUDA graph.
+    The parts are those of ``CLAIMS``. The speed-ups are over eager's CUDA graph, as in the front page's
+    tables.
     """
     claims: dict[str, list[str]] = defaultdict(list)
     for part, name in CLAIMS:
@@ -351,7 +352,7 @@ def _peer_table(
     shown: Mapping[str, Callable[[Row], str]],
     ours: Sequence[str] = ("sdfastgn",),
 ) -> str:
-    """Returns a table that compares eager, one competitor and ``ours``. Each cell has a value of each.
+    """Returns a table that compares eager, one competitor and ``ours``. A cell has a value for each of them.
 
     ``every``: the data for the lines. ``peers``: names of variants. A line's competitor is the first of them
     for which the line has a row. A line without a competitor, eager or one of ``ours`` is left out.
@@ -381,7 +382,7 @@ def _sweeps(results: Path, *, over_batches: bool) -> list[_Line]:
     """Returns lines of results of the kind ``sweep``.
 
     ``over_batches``: if True, the lines of what was measured at several batch sizes; if False, the lines of
-    what was measured at only one.
+    what was measured at only one batch size.
     """
     lines = _lines(results, "sweep")
     kinds = [(r.part, r.model, r.size, r.dtype, r.steps) for r in (line.first for line in lines)]
@@ -403,7 +404,7 @@ def _sweep_table(cells: list[dict[str, str]], lines: list[_Line]) -> str:
 
 
 def _missing(rows: Iterable[Row], title: Callable[[Row], str]) -> list[str]:
-    """Returns a text for each row without a time, which says why. ``title``: of a row, what was timed."""
+    """Returns a text for each row without a time, which says why. ``title``: names what a row should time."""
     return [
         f"{title(row)}, {label(row.variant)} {row.status}: {row.reason}" for row in rows if row.status != OK
     ]

@@ -32,7 +32,7 @@ _PEER = "torch.compile + torchao, FP8: ms", "its error against fp32", "its secon
 
 
 class Trained(NamedTuple):
-    """A trained model of digits. ``title``: its name in tables. ``dtype``: its own, a key of ``DTYPES``."""
+    """A trained model of digits. ``title``: its name in tables. ``dtype``: its dtype, a key of ``DTYPES``."""
 
     title: str
     dtype: str
@@ -95,7 +95,7 @@ def fp8_times_markdown(results: Path) -> str:
     for row, source in rows_of_runs(results, TIMES):
         lines.setdefault((row.model, row.part, row.size, row.batch), {})[row.variant] = row
         sources.append(source)
-    # The peer's columns are left out if it was never measured.
+    # The columns of torch.compile with torchao's FP8 are left out if it was never measured.
     has_peer = any(TORCHAO in rows for rows in lines.values())
     body = []
     for rows in lines.values():
@@ -147,9 +147,9 @@ def fp8_mlperf_markdown(results: Path) -> str:
 
 
 def fp8_quality_markdown(results: Path) -> str:
-    """Returns a table of the images in fp32, fp16 and FP8 for each committed result.
+    """Returns a table of the quality of images in fp32, fp16 or bf16, and FP8, for each committed result.
 
-    A line below it names the run.
+    A line below each table names the run.
     """
     blocks = []
     for content in documents(results, QUALITY):

@@ -1,4 +1,7 @@
-"""Markdown table of all fusions. A row has the first paragraph of a file's docstring."""
+"""The Markdown table of all fusions, which replace modules' forwards by fused code.
+
+A row has the first paragraph of the docstring of a file with fusions.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from sdfastgn.models.architectures import DTYPES
 
 Tensors = tuple[Tensor, ...]
 
-# Shapes with more elements are not timed on a CPU.
+# Maximum number of elements of a shape that is timed on a CPU.
 CPU_MAX_ELEMENTS = 2**22
 # A time is measured over a round, which is a number of equal calls. All calls of a round together should move
 # at most this number of bytes, so that rounds of large shapes are short.

@@ -21,11 +21,11 @@ from sdfastgn.bench.variants import compile_reason
 Shape = tuple[int, ...]
 Call = Callable[..., Any]
 
-# The name of the provider that only copies the first operand, and of its task. All times are compared with
-# the copy's time.
+# The name of the provider (implementation) that only copies the first operand, and the name of its task. All
+# times are compared with the copy's time.
 COPY = "copy"
-# In a suite's ``operations``, the names of sdfastgn's providers begin with this word. All other providers
-# except the copy are called peers.
+# In a suite's ``operations``, the names of sdfastgn's providers (implementations) begin with this word. All
+# other providers except the copy are called peers.
 OURS = "sdfastgn"
 # Name of the suite that ``sdfastgn kernels`` times if the user names no suite.
 INFERENCE = "inference"
@@ -156,7 +156,7 @@ class Operation:
     baseline: str = ""
 
     def label(self, pass_name: str) -> str:
-        """The task of a row: ``self.task`` and the name of the pass. For the copy it is only "copy"."""
+        """The name of a row's task: ``self.task`` and the name of the pass. The copy's task is "copy"."""
         return self.task if self.task == COPY else ", ".join(filter(None, (self.task, pass_name)))
 
     def moved_tensors(self, pass_name: str) -> int:
@@ -235,8 +235,8 @@ class Suite:
     def gate(self, dtype: str) -> str:
         """A text for tables: the allowed relative errors. A provider with a larger error is not timed.
 
-        The first number is the bound for outputs. Bounds of operations that have others, and of gradients,
-        follow with their names.
+        The first number is the bound for outputs. The bounds for gradients, and for operations that have
+        other bounds, follow with their names.
         """
         own = [f"of {op.task} {op.bounds[dtype]:g}" for op in self.every if op.bounds is not ERROR_BOUNDS]
         if any(pass_name in DIFFERENTIATED for op in self.every for pass_name in op.passes):

@@ -27,8 +27,8 @@ from sdfastgn.program import OptionError, counted
 BENCH_KINDS = ("end_to_end", "profile", "preset", "processes", "sweep")
 OTHER_MACHINE = "other machine"
 NO_GPU = "no GPU: sdfastgn runs stock's own code here, so its times should be about eager's (1x)"
-# Settings in which a run may differ from its preset and still be compared with the preset's published
-# numbers.
+# Settings in which a run may differ from its preset (a benchmark that another project publishes) and still be
+# compared with the preset's published numbers.
 _FREE_SETTINGS = ("repeats",)
 # Settings of a pipeline that a preset may leave out -> the values that they then have.
 _DEFAULTS = {name: getattr(BenchConfig, name) for name in ("scheduler", "guidance", "prompt", "seed")}
@@ -157,7 +157,10 @@ def tables_of(result: Result) -> list[Blocks]:
 
 
 def preset_tables(result: Result) -> list[Blocks]:
-    """A table for each measured case of a preset: this run's and the published numbers, in the same unit."""
+    """A table for each measured case of a preset, which is a benchmark that another project publishes.
+
+    It has the numbers of this run and the published numbers, in the same unit.
+    """
     tables = []
     cases = cases_of(result) if result.content["kind"] == "preset" else {}
     for title, rows in cases.items():
