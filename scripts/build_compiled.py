@@ -48,8 +48,8 @@ PROJECT = ROOT / "integrations" / "compiled"
 # between two of these numbers needs few kernels that are not compiled. Source: NVIDIA's data sheets.
 MULTIPROCESSORS = {
     "sm_80": (108,),  # A100
-    "sm_86": (28, 46, 68, 82),  # RTX 3060, 3070, 3080, 3090; A10 has 72, A40 84
-    "sm_89": (24, 34, 46, 66, 128),  # RTX 4060, 4060 Ti, 4070, 4070 Ti Super, 4090; L4 has 58, L40S 142
+    "sm_86": (28, 46, 68, 82),  # RTX 3060, 3070, 3080, 3090; A10 has 72 multiprocessors, A40 84
+    "sm_89": (24, 34, 46, 66, 128),  # RTX 4060, 4060 Ti, 4070, 4070 Ti Super, 4090; L4: 58, L40S: 142
     "sm_90": (114, 132),  # H100 PCIe; H100, H200
     "sm_100": (148,),  # B200
     "sm_120": (36, 48, 70, 170, 188),  # RTX 5060 Ti, 5070, 5070 Ti, 5090, RTX PRO 6000
@@ -137,7 +137,8 @@ def compiled(job: Job) -> dict[str, archive.Kernel]:
 
 def stand_ins(multiprocessors: int) -> list[tuple[Any, str, Any]]:
     """Returns (module, name, value) for each attribute to replace, so that the device meta acts as a GPU."""
-    has_autocast = torch.is_autocast_enabled  # raises an error for the device meta; its replacement does not
+    # PyTorch's function raises an error for the device meta. Its replacement returns False for meta.
+    has_autocast = torch.is_autocast_enabled
 
     def move(parts: Sequence[torch.Tensor]) -> torch.UntypedStorage:
         size = sum(part.nbytes for part in parts)

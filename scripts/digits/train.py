@@ -187,7 +187,8 @@ def train_autoencoder(digits: Digits, options: argparse.Namespace) -> Any:
     vae = AutoencoderKL(**VAE).to(options.device)
 
     def loss_of() -> Tensor:
-        images, _ = digits.sample(options.batch_size // 4)  # fewer, because images need more memory
+        # A batch of images is smaller than a batch of latents, because images need more memory.
+        images, _ = digits.sample(options.batch_size // 4)
         latents = vae.encode(images).latent_dist
         return F.l1_loss(vae.decode(latents.sample()).sample, images) + KL_WEIGHT * latents.kl().mean()
 

@@ -148,7 +148,8 @@ def end_of_node() -> None:
 
     Without DynamicVRAM it does nothing.
     """
-    memory = sys.modules.get("comfy.memory_management")  # None in releases without DynamicVRAM
+    # Releases without DynamicVRAM do not have this module.
+    memory = sys.modules.get("comfy.memory_management")
     if getattr(memory, "aimdo_enabled", False):
         import comfy.model_management
         import comfy.model_prefetch

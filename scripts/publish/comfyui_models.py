@@ -95,7 +95,7 @@ def write_files(folder: Path, model: str, device: str) -> None:
 
 
 def _lora(module: nn.Module, device: str) -> dict[str, Tensor]:
-    """A LoRA for every linear layer of the transformer blocks of ``module``."""
+    """Returns a LoRA with random weights for every linear layer of the transformer blocks of ``module``."""
     g = torch.Generator(device).manual_seed(1)
     found = {}
     for name, layer in module.named_modules():

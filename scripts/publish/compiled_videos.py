@@ -35,7 +35,8 @@ from sdfastgn.bench.variants import VARIANTS, prepared
 from sdfastgn.cli.session import exit_code
 from sdfastgn.kernels.common.failures import one_line
 
-# Names of the cases that are timed. Those that are compiled quickly come first, because time may run out.
+# Names of the networks that are timed. Networks that torch.compile compiles quickly come first, because time
+# may run out.
 NAMES = (
     "Qwen-Image VAE decode, 1024²",
     "Wan 2.1 VAE decode, 17 x 480 x 832",
@@ -49,7 +50,7 @@ Note = Callable[[CompiledRow], None]
 
 
 def chosen(names: Sequence[str]) -> list[Case]:
-    """Returns the cases of ``NAMES``. With ``names``, only those that begin with one of ``names``."""
+    """Returns the networks of ``NAMES`` that begin with one of ``names``; all if ``names`` is empty."""
     by_name = {case.name: case for case in CASES}
     return [by_name[name] for name in NAMES if not names or name.startswith(tuple(names))]
 
@@ -118,7 +119,7 @@ def _compiled(
 
 
 def in_turns(calls: Sequence[Callable[[], Tensor]], device: torch.device) -> list[float]:
-    """Times ``calls`` in turns. Returns the median milliseconds of each. They must have run once before."""
+    """Times ``calls``, which must have run once before, in turns. Returns the median milliseconds of each."""
     for call in calls:
         for _ in range(WARM_UP):
             timing.time_once(call, device)

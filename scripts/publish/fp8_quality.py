@@ -56,7 +56,7 @@ BATCH = 50
 # Seeds of the images that are drawn first, so that FP8 learns its scales. The images that are compared have
 # other seeds.
 OTHERS = range(1000, 1000 + BATCH)
-# Number of images in the picture.
+# Number of images in each row of the picture that ``--png`` writes.
 SHOWN = 10
 
 
@@ -196,7 +196,7 @@ def transformer(
 
 
 def _rounded(t: Tensor) -> Tensor:
-    """``t`` after rounding to E4M3 with one scale for the whole tensor."""
+    """Returns ``t`` rounded to E4M3 with one scale for the whole tensor, in the dtype of ``t``."""
     scale = t.float().abs().amax().clamp(min=2.0**-126) / LARGEST
     return ((t.float() / scale).to(E4M3).float() * scale).to(t.dtype)
 

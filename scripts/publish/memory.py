@@ -49,7 +49,7 @@ IMAGES = 3
 # Batch size -> number of processes that measure peak memory at the same time. Their pipelines must fit into
 # the GPU's memory together.
 AT_ONCE = {1: 4, 4: 2}
-# (pipeline, True if its autoencoder is converted to fp32 for each decode).
+# The pipelines that are measured: (model, True if its autoencoder is converted to fp32 for each decode).
 PIPELINES = (("sdxl", True), ("sd15", False), ("sdxl", False))
 
 

@@ -147,7 +147,7 @@ def execute(arguments: Sequence[str], log: Path | None, timeout: float) -> int |
         try:
             return process.wait(timeout)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)  # also ends the program's own child processes
+            os.killpg(process.pid, signal.SIGKILL)  # the signal also ends the program's own child processes
             process.wait()
             if isinstance(error, subprocess.TimeoutExpired):
                 return None
@@ -237,7 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (reason := _reason_not_to(options)) is not None:
         print(f"renew: {reason}", file=sys.stderr)
         return 2
-    out = options.out.resolve()  # absolute, because the steps run in another folder, the checkout's root
+    # The folder's path must be absolute, because the steps run in another folder, the checkout's root.
+    out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     rows = renew(STEPS, out, tiny=options.tiny, resume=options.resume, budget=options.budget)
     if options.archive is not None:

@@ -105,7 +105,7 @@ def ray_started(config: BenchConfig, replicas: int) -> Iterator[str]:
     sys.path.insert(0, str(EXAMPLES))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # usage statistics would need the network
     ray.init(
-        address="local",  # starts a new Ray, even if one runs already
+        address="local",  # a new Ray is started, even if one runs already
         num_cpus=replicas,  # each replica takes one CPU
         num_gpus=replicas if config.torch_device.type == "cuda" else 0,
         object_store_memory=SHARED_MEMORY,
@@ -135,7 +135,7 @@ def deploy(config: BenchConfig, folder: str, replicas: int) -> None:
         min_replicas=replicas,
         max_replicas=replicas,
     )
-    serve.delete("default")  # ends the replicas that an earlier call of this function has started
+    serve.delete("default")  # this ends the replicas that an earlier call of the function has started
     serve.run(example.application(settings))
     _until(lambda: running() == replicas)
 
@@ -192,7 +192,7 @@ def rows(config: BenchConfig, replicas: int, requests: int) -> Iterator[Replicas
     body = body_of(config)
     with tempfile.TemporaryDirectory() as folder:
         stock = gate.Reference(save(config, folder))
-        release_memory()  # frees the GPU's memory for the first replica, which runs on the same GPU
+        release_memory()  # the first replica needs the memory, because it runs on the same GPU
         with ray_started(config, replicas) as url:
             for count in dict.fromkeys((1, replicas)):
                 deploy(config, folder, count)

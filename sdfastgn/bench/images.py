@@ -68,7 +68,8 @@ def relative_error(a: Tensor | Mapping[str, Tensor], b: Tensor | Mapping[str, Te
     """
     ours, theirs = ({"": each} if isinstance(each, Tensor) else each for each in (a, b))
     difference = norm = 0.0
-    for name, expected in theirs.items():  # one tensor at a time: SDXL's gradients have 2.6 billion values
+    # Only one tensor at a time is converted to fp64, because SDXL's gradients have 2.6 billion values.
+    for name, expected in theirs.items():
         found = ours[name]
         if found.shape != expected.shape:
             raise ValueError(

@@ -113,7 +113,8 @@ def time_once(fn: Callable[[], T], device: torch.device) -> tuple[float, T]:
 def time_callable(fn: Callable[[], object], device: torch.device, *, repeats: int, warmup: int = 2) -> Timing:
     """Time ``repeats`` calls of ``fn``, after ``warmup`` calls that are not timed."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # otherwise ``reserved_mib`` would count memory of earlier calls
+        # Unused memory is given back first. Otherwise ``reserved_mib`` would count memory of earlier calls.
+        torch.cuda.empty_cache()
     for _ in range(warmup):
         fn()
     if device.type != "cuda":

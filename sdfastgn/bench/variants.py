@@ -95,7 +95,8 @@ def _eager(target: Any, part: str, undo: contextlib.ExitStack) -> None:
 def _channels_last(target: Any, part: str, undo: contextlib.ExitStack) -> None:
     import torch
 
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}  # for 2-d and 3-d convolutions
+    # Number of dimensions of a tensor -> its memory format, for the weights of 2-d and 3-d convolutions.
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     for module in _timed_modules(target):
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.dim() in formats:

@@ -29,7 +29,7 @@ def _complete_help(parameter: Any, context: Any) -> None:
         if word in text:
             text = text.replace(word, ", ".join(names()))
     value, words = parameter.get_default(context), parameter.show_default
-    if isinstance(value, bool):  # the default of a flag; scripts may set it to True (``main``)
+    if isinstance(value, bool):  # a flag's default, which a script may set to True (``main``)
         value = "on" if value else ""
     elif isinstance(value, list | tuple):
         value = ", ".join(map(str, value))

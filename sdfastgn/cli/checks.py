@@ -121,7 +121,7 @@ def file_path(option: str, value: Path | None) -> Path | None:
     """
     if value is None:
         return None
-    real = Path(os.path.realpath(value))  # follows links, also a link to a file that does not exist yet
+    real = Path(os.path.realpath(value))  # ``realpath`` follows links, even if their target does not exist
     try:
         if not real.parent.exists():
             raise OptionError(f"{option}: there is no folder {str(real.parent)!r}; make it first")

@@ -97,7 +97,8 @@ def run(job: Job, device: str | None = None) -> int:
     job, note = _with_own_settings(job)
     checks.folder_file("--out", job.out, f"{OWN}.part")
     finished = [line for line in job.wanted if _is_finished(job.path(line), job.asked(line))]
-    for part in job.out.glob("[0-9]*.*.part"):  # removes unfinished files of processes that were killed
+    # Processes that were killed may have left unfinished files.
+    for part in job.out.glob("[0-9]*.*.part"):
         part.unlink(missing_ok=True)
     for line in job.problems if is_main() else ():
         _print_problem(job, line, job.problems[line])

@@ -12,7 +12,7 @@ from sdfastgn.cli.app import command
 from sdfastgn.cli.errors import one_line_errors
 from sdfastgn.cli.options import DeviceOption
 
-if TYPE_CHECKING:  # only for types: torch takes seconds to import
+if TYPE_CHECKING:  # torch is imported only for types, because its import takes seconds
     import torch
 
 

@@ -128,7 +128,8 @@ def _release_files(against: Path) -> Any:
     The checkout can be of diffusers or of ComfyUI. Returns the folder that contains the package, with
     pathlib's interface. Raises OptionError if ``against`` is none of these.
     """
-    place = Path(os.path.abspath(against))  # absolute, because the parent of the path "." is "." again
+    # The path must be absolute, because the parent of the path "." is "." again.
+    place = Path(os.path.abspath(against))
     every: list[Any] = [place, place.parent, place / "src"]
     if zipfile.is_zipfile(against):
         every = [zipfile.Path(against)]

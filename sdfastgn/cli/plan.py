@@ -15,7 +15,7 @@ from sdfastgn.cli.options import DTYPE_WORDS, JsonOption, SizeOption
 from sdfastgn.models.configurations import MODELS, VIDEO_NETWORKS
 from sdfastgn.program import OWN_PROCESS, counted
 
-if TYPE_CHECKING:  # only for types, because torch takes seconds to import
+if TYPE_CHECKING:  # these modules import torch, which takes seconds
     from sdfastgn.bench.workload import BenchConfig
     from sdfastgn.plans.preview import CallPlan
 

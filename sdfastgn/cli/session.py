@@ -83,7 +83,8 @@ def run_bench(
 
 def _kind(configs: Sequence[BenchConfig]) -> str:
     if launched():
-        return "processes"  # not "end_to_end", because the times of processes that share a host differ
+        # This kind is not "end_to_end", because the times of processes that share a host differ.
+        return "processes"
     if configs[0].preset:
         return "preset"
     if any(config.profile for config in configs):
@@ -105,7 +106,8 @@ def _run_bench(
     result = Result(where["gpu"] or where["machine"], content)
     rows: list[Row] = []
     if json is not None:
-        with writing(images_path(json)):  # removes the images that an earlier run wrote beside its JSON
+        # An earlier run may have written images beside its JSON. They do not belong to this run.
+        with writing(images_path(json)):
             images_path(json).unlink(missing_ok=True)
     print_lines(out, result.warnings)
     with watched(len(configs) * len(variants), quiet=quiet) as (on_start, on_done):
@@ -118,7 +120,8 @@ def _run_bench(
                 content["rows"].append(asdict(row))
                 if html is not None and images:
                     result.figures[case_title(row, content)] = page.figures(found, images)
-                on_done(end_to_end_tables.row_line(row))  # shown first, because writing the files may fail
+                # The line is shown before the files are written, because writing may fail.
+                on_done(end_to_end_tables.row_line(row))
                 _write(result, json, html)
 
             end_to_end.run(config, variants, on_variant=on_start, on_row=on_row, images=images)

@@ -42,7 +42,9 @@ HEADLINE = (
     ("torch.compile + graph", (("compile", True), ("compile_graphs", False))),
     ("**sdfastgn**", (("sdfastgn", False),)),
 )
-# Columns of the table of transformers, like ``HEADLINE``. diffusers recommends to compile repeated blocks.
+# Columns of the table of transformers: (title, choices). A choice is (variant, True for its time as a CUDA
+# graph). A column shows the first of its choices that has a time. torch.compile compiles the repeated blocks
+# of a transformer, as diffusers recommends.
 TRANSFORMERS = (
     *HEADLINE[:2],
     ("torch.compile, repeated blocks", (("compile_blocks", False),)),
@@ -83,7 +85,8 @@ COMPARED: dict[str, Callable[[Row], str]] = {
     "PSNR dB": lambda row: number(row.psnr_db),
     "peak MiB": lambda row: number(row.peak_mib),
 }
-# Columns of the table that compares variants of transformers.
+# Columns of the table that compares variants of transformers: title -> function. The function makes a text
+# from one variant's row, and a cell has a text for each variant.
 TRANSFORMERS_COMPARED: dict[str, Callable[[Row], str]] = {
     "seconds until ready": COMPARED["seconds until ready"],
     "error against fp32": COMPARED["error against fp32"],
@@ -303,7 +306,10 @@ def headline_markdown(results: Path) -> str:
 
 
 def _headline_cell(title: str, rows: Mapping[str, Row], choices: _Choices) -> str:
-    """Returns a cell's text: milliseconds, and the speed-ups over ``REFERENCES`` of the same run."""
+    """Returns a cell's text: milliseconds, and the speed-ups over eager with and without a CUDA graph.
+
+    Eager's times (``REFERENCES``) are from the same run.
+    """
     value = milliseconds(rows, *choices)
     if value is None or title == OF_ANOTHER_RUN or choices[0] in REFERENCES:
         return number(value)

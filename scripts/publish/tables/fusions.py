@@ -15,7 +15,7 @@ def fusions_markdown(_: Path) -> str:
     The row's text is the first paragraph of the file's docstring. Raises ValueError if diffusers is not
     installed, or lacks what some fusions replace.
     """
-    from sdfastgn.patches import registry  # imports diffusers, which takes seconds
+    from sdfastgn.patches import registry  # this import takes seconds, because it imports diffusers
 
     if registry.MISSING or not registry.OBJECT_FUSIONS:
         raise ValueError(f"the table of fusions needs all of diffusers; it lacks {sorted(registry.MISSING)}")

@@ -144,7 +144,10 @@ class _Case:
         return self._last[1]
 
     def _outputs(self, pass_name: str, call: Call, inputs: _Inputs) -> dict[str, Tensor]:
-        """Run a pass. Returns name -> tensor for all its outputs and gradients, to compare with fp64."""
+        """Run a pass, such as a backward. Returns name -> tensor for the operation's outputs and gradients.
+
+        They are compared with the results in fp64. Gradients are left out if the pass computes none.
+        """
         timed = _run(pass_name, call, inputs)
         names = self._operation.outputs
         if pass_name not in DIFFERENTIATED:

@@ -114,7 +114,10 @@ def floor_line(rows: Sequence[Row]) -> list[str]:
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """Lines under the table: the lowest floor (``lowest_floor``), and kernels that fit no category."""
+    """Lines under the table: the lowest floor, and kernels that fit no category.
+
+    A floor is the time of a call's convolutions, GEMMs and attention.
+    """
     lines = floor_line(rows)
     for name, found in _found(rows):
         for entry in found.other[:_OTHERS_SHOWN]:

@@ -70,7 +70,8 @@ def read_result(path: Path, name: str) -> Result:
     damaged = path
     try:
         for table in tables_of(result):
-            "".join(cell for row in table.body for cell in row)  # raises an error for a cell that is no text
+            # ``join`` raises an error for a cell that is no text.
+            "".join(cell for row in table.body for cell in row)
         times_of(result), source_line(result.content)
         damaged = images
         for title, shown in (load(images) if images.exists() else {}).items():
