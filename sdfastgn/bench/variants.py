@@ -69,7 +69,10 @@ class Variant:
 
 @contextlib.contextmanager
 def prepared(variant: Variant, target: Any, part: str) -> Iterator[None]:
-    """A context in which ``target`` runs as ``variant`` says. At its end ``target`` is stock again."""
+    """A context in which the model or pipeline ``target`` runs in the way of ``variant``.
+
+    At its end ``target`` is stock (unchanged) again.
+    """
     from sdfastgn.bench.snapshot import Snapshot
 
     with contextlib.ExitStack() as undo:

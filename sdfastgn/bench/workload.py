@@ -106,7 +106,8 @@ class Workload:
 
 def load(config: BenchConfig) -> Any:
     """Return the whole pipeline: built with random weights, or loaded from ``config.weights``."""
-    # Imported here because it imports transformers, which the timing of one network does not need.
+    # This module is imported only here, because it imports transformers, which the timing of one network does
+    # not need.
     from sdfastgn.models import pipelines
 
     if config.weights == "random":
@@ -198,7 +199,7 @@ def _start_arguments(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict
 
 
 def _prepare(pipe: Any, config: BenchConfig) -> None:
-    """Turn progress bars off, and give ``pipe`` the config's scheduler."""
+    """Turn progress bars off. If ``config`` names a scheduler, give it to ``pipe``."""
     pipe.set_progress_bar_config(disable=True)
     if config.scheduler:
         import diffusers
@@ -246,7 +247,7 @@ def build_pipeline(config: BenchConfig, pipe: Any = None) -> Workload:
 
 @contextlib.contextmanager
 def _in_fp32(pipe: Any) -> Iterator[None]:
-    """A context in which ``pipe`` is in fp32, without TF32. At its end each tensor has its dtype again."""
+    """A context in which ``pipe`` is in fp32, without TF32. At its end each tensor has its former dtype."""
     # The pipeline itself is cast to fp32 and back: a copy of SDXL would need much memory. The casts change no
     # weight, because each value of fp16 and bf16 is exact in fp32. Some layers are in fp32 from the start.
     models = [each for each in pipe.components.values() if isinstance(each, nn.Module)]

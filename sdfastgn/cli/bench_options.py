@@ -31,7 +31,7 @@ from sdfastgn.models.configurations import MODELS, TEXT_TO_IMAGE, UNETS, VAES, V
 from sdfastgn.models.saved import native_size, unet_config
 from sdfastgn.program import OptionError
 
-# Values of --model.
+# All values of the option --model of ``sdfastgn bench``.
 EVERY_MODEL = (*MODELS, *VIDEO_NETWORKS)
 # Defaults of options. ``GPU_REPEATS`` and ``CPU_REPEATS``: ``--repeats`` for each part.
 # ``GUIDED_BATCH``: ``--batch`` of a UNet step with guidance. ``STEPS``: ``--steps`` of a pipeline.

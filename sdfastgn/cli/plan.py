@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # these modules import torch, which takes seconds
     from sdfastgn.bench.workload import BenchConfig
     from sdfastgn.plans.preview import CallPlan
 
-# Values of --gpu -> what the output calls them.
+# Value of the option --gpu, a kind of GPU -> its name in the output.
 _GPUS = {"hopper": "a Hopper GPU (H100, H200)", "other": "a GPU that is no Hopper GPU"}
 _PARTS = ("unet", "vae")
 ModelArgument = Annotated[
