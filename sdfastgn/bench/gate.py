@@ -34,7 +34,7 @@ GRADIENT_FACTOR = 1.05
 
 @dataclass(frozen=True)
 class Reference:
-    """Stock eager's output. The outputs of all variants are compared with it.
+    """The output of stock eager (the unchanged model), with which the outputs of all variants are compared.
 
     Attributes:
         output: the output of the first call.
@@ -57,7 +57,9 @@ class Reference:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A variant's errors. ``reason``: why the gate rejects the variant; empty if the gate accepts it.
+    """The errors of a variant (a way to run a model), and whether the correctness gate accepts them.
+
+    ``reason``: why the gate rejects the variant; empty if the gate accepts it.
 
     ``error`` and ``psnr_db`` compare the variant's output with stock eager's output. The fields ``fp32_...``
     compare it with stock's output in fp32. They are NaN or None if this output was not computed. ``rows``: of

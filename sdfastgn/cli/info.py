@@ -66,7 +66,9 @@ def _cudnn() -> str | None:
 
 
 def _competitors(where: torch.device, why_none: str | None) -> Iterator[str]:
-    """Yields a line for each variant of ``bench`` and each implementation of ``kernels``: whether it can run.
+    """Yields a line for each variant of ``sdfastgn bench`` and each implementation of ``sdfastgn kernels``.
+
+    A line says whether the variant (a way to run a model) or the implementation of an operation can run here.
 
     ``why_none``: why sdfastgn's kernels cannot run on ``where``; None if they can.
     """

@@ -1,9 +1,9 @@
 """Markdown tables of the times of whole models and pipelines, from committed results.
 
 The results are the JSON files of ``sdfastgn bench``: runs (kind ``end_to_end`` or ``stable_fast``) and
-sweeps over several batches or numbers of steps (kind ``sweep``). A variant can have two times: the time of
-its call, and the time of the same call as a CUDA graph that ``sdfastgn bench`` has captured
-(``Row.graph_ms``).
+sweeps over several batches or numbers of steps (kind ``sweep``). A variant is a way to run a model, such as
+eager (diffusers' own code). A variant can have two times: the time of its call, and the time of the same call
+as a CUDA graph that ``sdfastgn bench`` has captured (``Row.graph_ms``).
 """
 
 from __future__ import annotations

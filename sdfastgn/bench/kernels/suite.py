@@ -260,7 +260,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """The settings of a run of a suite: what is timed, in which dtype, and on which device.
+    """The settings of a run of a suite of kernel benchmarks: what is timed, in which dtype, on which device.
 
     ``wall_clock``: True if the user asked for times on a CPU. These are wall-clock times of whole calls, and
     "cold" times are not taken with cold caches.
@@ -282,7 +282,7 @@ class KernelConfig:
 
 @dataclass
 class KernelRow:
-    """The measurement of one provider in one task (``Operation.label``) on one shape.
+    """The measurement of one provider (implementation) in one task, such as a backward, on one shape.
 
     It has times if ``status`` is ok.
 

@@ -1,4 +1,7 @@
-"""The terminal's table of ``sdfastgn bench``: times, memory and errors of each variant."""
+"""The terminal's table of ``sdfastgn bench``: times, memory and errors of each variant.
+
+A variant is a way to run a model, such as eager (the unchanged model) or with torch.compile.
+"""
 
 from __future__ import annotations
 
