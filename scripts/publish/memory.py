@@ -5,13 +5,13 @@ python -m scripts.publish.memory --only limits --json benchmarks/by_hand/memory_
 
 The pipelines have random weights. There are two measurements, ``peaks`` and ``limits``:
 
-- Peak memory without a limit. Each pipeline runs in a fresh process. Several of these processes run at the
-  same time, so these rows' times are not comparable.
-- Times under limits of the memory that PyTorch may reserve (``torch.cuda.set_per_process_memory_fraction``),
-  in one process. Under the smallest limit, and where stock cannot draw, images are also drawn after
-  ``enable_model_cpu_offload``.
+- ``peaks`` measures peak memory without a limit. Each pipeline runs in a fresh process. Several of these
+  processes run at the same time, so their times cannot be compared.
+- ``limits`` measures times in one process, under limits of the memory that PyTorch may reserve
+  (``torch.cuda.set_per_process_memory_fraction``). Under the smallest limit, and where stock cannot draw,
+  images are also drawn after ``enable_model_cpu_offload``.
 
-Weights are loaded before the limit is set. If they alone exceed it, the first image fails.
+Weights are loaded before the limit is set. If the weights alone exceed the limit, the first image fails.
 ``cudnn.benchmark`` is off, as PyTorch's default is, so cuDNN does not try several algorithms.
 """
 

@@ -116,7 +116,7 @@ def write_bytecode() -> None:
 
 
 def run(config: BenchConfig, new_size: int, archive: Path | None = None) -> list[WaitRow]:
-    """Makes all runs of ``WAYS``, each in a new process. If ``archive`` is given, also makes a run with it.
+    """Makes the runs that ``WAYS`` lists, each in a new process, and one with ``archive`` if it is given.
 
     Returns a row for each run. A row has no times if its last image is wrong: not finite, or too different
     from stock's image.

@@ -33,8 +33,9 @@ from sdfastgn.program import OptionError
 
 # All values of the option --model of ``sdfastgn bench``.
 EVERY_MODEL = (*MODELS, *VIDEO_NETWORKS)
-# Defaults of options. ``GPU_REPEATS`` and ``CPU_REPEATS``: ``--repeats`` for each part.
-# ``GUIDED_BATCH``: ``--batch`` of a UNet step with guidance. ``STEPS``: ``--steps`` of a pipeline.
+# Defaults of options. ``GPU_REPEATS`` and ``CPU_REPEATS`` have the default of ``--repeats`` for each part.
+# ``GUIDED_BATCH`` is the default of ``--batch`` for a UNet step with guidance. ``STEPS`` is the default of
+# ``--steps`` for a pipeline.
 GPU_REPEATS = {"unet": 50, "vae": 30, "transformer": 30, "pipeline": 5, "train": 30}
 CPU_REPEATS = {"unet": 5, "vae": 5, "transformer": 5, "pipeline": 2, "train": 3}
 GUIDED_BATCH = 2
