@@ -2,13 +2,13 @@
 
 python -m scripts.build_compiled --output build/compiled
 
-The output folder is a project for ``python -m build``: the files of ``integrations/compiled``, and an archive
-for each compute capability and the Triton of this environment. An earlier output with other versions of
-Triton keeps their archives, if they are of the same kernels.
+The output folder is a project for ``python -m build``. It has the files of ``integrations/compiled``, and an
+archive of kernels for each compute capability. The archives are for the Triton of this environment. Archives
+in the folder that were made with another Triton stay, if they are of the same kernels.
 
-Which kernels are compiled: each model is called on the device meta as ``optimize`` would run it, and its
-launches are written down instead of launched. Some tile sizes depend on the number of multiprocessors, so
-this is done for several GPUs of each compute capability.
+To find the kernels, the script calls each model on the device meta, in the way in which ``optimize`` would
+run it. It records the kernel launches instead of making them. Some tile sizes depend on a GPU's number of
+multiprocessors, so this is done for several GPUs of each compute capability.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ from sdfastgn.plans.preview import plans_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = ROOT / "integrations" / "compiled"
-# Generation -> numbers of multiprocessors. A GPU with a number between two of them needs few other kernels.
-# Source: NVIDIA's data sheets.
+# Generation of GPUs (compute capability) -> numbers of multiprocessors of its GPUs. A GPU whose number is
+# between two of these numbers needs few kernels that are not compiled. Source: NVIDIA's data sheets.
 MULTIPROCESSORS = {
     "sm_80": (108,),  # A100
-    "sm_86": (28, 46, 68, 82),  # RTX 3060, 3070, 3080, 3090; A10 and A40 are near the last two
-    "sm_89": (24, 34, 46, 66, 128),  # RTX 4060, 4060 Ti, 4070, 4070 Ti Super, 4090; L4 has 58, L40S 142
+    "sm_86": (28, 46, 68, 82),  # RTX 3060, 3070, 3080, 3090; A10 has 72 multiprocessors, A40 84
+    "sm_89": (24, 34, 46, 66, 128),  # RTX 4060, 4060 Ti, 4070, 4070 Ti Super, 4090; L4: 58, L40S: 142
     "sm_90": (114, 132),  # H100 PCIe; H100, H200
     "sm_100": (148,),  # B200
     "sm_120": (36, 48, 70, 170, 188),  # RTX 5060 Ti, 5070, 5070 Ti, 5090, RTX PRO 6000
 }
 Size = tuple[int, int]
-# Model -> (height, width) of its images. SDXL was trained with these sizes and longer ones.
+# Model -> (height, width) of its images in pixels. SDXL was trained with these and more elongated sizes.
 IMAGES: dict[str, tuple[Size, ...]] = {
     "sd15": ((512, 512), (512, 768), (768, 512), (768, 768)),
     "sdxl": ((1024, 1024), (896, 1152), (1152, 896), (832, 1216), (1216, 832)),
     "tiny": ((64, 64),),
 }
-# Models whose autoencoder is compiled.
+# Models of which only the autoencoder's kernels are compiled.
 VIDEOS = tuple(name for name, parts in VIDEO_NETWORKS.items() if "vae" in parts)
-# Models that are compiled without --model.
+# Models whose kernels are compiled if the user gives no --model.
 MODELS = ("sd15", "sdxl", "wan", "qwen_image", "hunyuan_video", "cogvideox", "svd")
 
 
 class CompilerDriver:
-    """What Triton asks a GPU's driver before it compiles: the GPU for which it compiles."""
+    """Replaces Triton's GPU driver, because no GPU is needed: it tells Triton for which GPU to compile."""
 
     def __init__(self, generation: str) -> None:
         from triton.backends.compiler import GPUTarget
@@ -86,16 +86,18 @@ class CompilerDriver:
 
 
 class ConvolutionLayouts(TorchDispatchMode):
-    """Gives the results of convolutions on the device meta the layout that a GPU's would have.
+    """Gives the results of convolutions on the device meta the memory layout that they would have on a GPU.
 
-    It is channels-last if x or the weight is. PyTorch's kernel for meta always returns channels-first.
+    On a GPU a result is channels-last if x or the weight is channels-last. PyTorch's kernel for the device
+    meta always returns channels-first.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         y = func(*args, **(kwargs or {}))
         if func is not torch.ops.aten.convolution.default or y.dim() < 4:
             return y
-        is_last = any(t.stride(1) == 1 < t.stride(-1) for t in args[:2])  # also of a part of the channels
+        # This test also finds a slice of the channels of a channels-last tensor.
+        is_last = any(t.stride(1) == 1 < t.stride(-1) for t in args[:2])
         return laid_out(y, is_last)
 
 
@@ -108,14 +110,14 @@ class Job(NamedTuple):
 
 
 def capability(generation: str) -> tuple[int, int]:
-    """``sm_90`` -> (9, 0)."""
+    """Returns the compute capability of a generation: (9, 0) for ``sm_90``."""
     return divmod(int(generation.removeprefix("sm_")), 10)
 
 
 def compiled(job: Job) -> dict[str, archive.Kernel]:
-    """Compile the kernels of a job into Triton's cache. Returns what ``archive.recording`` has found.
+    """Compile the kernels of a job into Triton's cache. Returns hash -> description of these kernels.
 
-    It replaces functions of sdfastgn and Triton's driver, so each job needs a process of its own.
+    The function replaces functions of sdfastgn and Triton's driver, so each job needs a process of its own.
     """
     import triton
 
@@ -134,8 +136,9 @@ def compiled(job: Job) -> dict[str, archive.Kernel]:
 
 
 def stand_ins(multiprocessors: int) -> list[tuple[Any, str, Any]]:
-    """(module, name, value): what must be replaced for the device meta to stand for a GPU."""
-    has_autocast = torch.is_autocast_enabled  # which raises an error for the device meta
+    """Returns (module, name, value) for each attribute to replace, so that the device meta acts as a GPU."""
+    # PyTorch's function raises an error for the device meta. Its replacement returns False for meta.
+    has_autocast = torch.is_autocast_enabled
 
     def move(parts: Sequence[torch.Tensor]) -> torch.UntypedStorage:
         size = sum(part.nbytes for part in parts)
@@ -154,14 +157,18 @@ def stand_ins(multiprocessors: int) -> list[tuple[Any, str, Any]]:
         (dispatch, "is_supported", lambda x: x.dtype in dispatch.KERNEL_DTYPES),
         (torch, "is_autocast_enabled", lambda *kind: kind != ("meta",) and has_autocast(*kind)),
         (packed, "PACKED_DEVICES", ("meta",)),
-        (packed, "_move", move),  # on meta all addresses are 0
+        # These replacements do without the addresses of tensors, which are all 0 on the device meta.
+        (packed, "_move", move),
         (packed, "joined", joined),
         (packed, "span", lambda allocation, parts: joined(parts)),
     ]
 
 
 def launches(model: str) -> list[tuple[Launch, tuple[torch.dtype | None, ...]]]:
-    """The launches of an optimized model with the dtypes of their tensors, one for each compiled kernel."""
+    """Returns (launch, dtypes of its tensors) for each kernel that an optimized model needs.
+
+    Launches of the same kernel with the same dtypes, constants and options need one compiled kernel.
+    """
     found: dict[tuple[Any, ...], tuple[Launch, tuple[torch.dtype | None, ...]]] = {}
 
     def write_down(launch: Launch, stream: int, tensors: tuple[torch.Tensor | None, ...]) -> None:
@@ -178,7 +185,10 @@ def launches(model: str) -> list[tuple[Launch, tuple[torch.dtype | None, ...]]]:
 
 
 def _image_calls(model: str) -> Iterator[Any]:
-    """Steps with guidance of a UNet, and decodes of its VAE, in fp16; SDXL's VAE also in fp32."""
+    """Yields functions that run steps of a UNet with guidance and decodes of its VAE, at all image sizes.
+
+    They compute in fp16. SDXL's VAE is also called in fp32.
+    """
     for part in ("unet", "vae"):
         for dtype in ("fp16", "fp32") if (model, part) == ("sdxl", "vae") else ("fp16",):
             config = BenchConfig(model, part, 64, 2 if part == "unet" else 1, dtype, "meta", 1)
@@ -198,7 +208,7 @@ def _image_calls(model: str) -> Iterator[Any]:
 
 
 def _video_calls(model: str) -> Iterator[Any]:
-    """A decode of an autoencoder of video, in its own dtype and at the size of the benchmarks."""
+    """Yields functions that run a decode of a video autoencoder, in the dtype and size of the benchmarks."""
     network = VIDEO_NETWORKS[model]["vae"]
     size: dict[str, Any] = {"frames": network.frames, "width": network.width}
     config = BenchConfig(model, "vae", network.height, network.batch, network.dtype, "meta", 1, **size)
@@ -207,7 +217,10 @@ def _video_calls(model: str) -> Iterator[Any]:
 
 
 def as_optimized(network: Any, calls: Sequence[Any]) -> Iterator[Any]:
-    """What ``calls`` of ``network`` run after ``optimize``: their plans, or the calls with fused blocks."""
+    """Optimizes ``network``. Yields functions that run what its ``calls`` then run.
+
+    A call then runs as a plan (a traced and rewritten list of kernels), or with fused blocks.
+    """
     _optimize(network)
     if not gets_plans(network):
         yield from calls
@@ -236,7 +249,8 @@ def build(generations: Sequence[str], models: Sequence[str], output: Path, proce
     for path in folder.glob("*.zip"):
         if not archive.is_of_these_kernels(path):
             path.unlink()
-    # Jobs of one generation and model share kernels, so that they should not run side by side.
+    # Jobs of the same generation and model share kernels, so they should not run at the same time. The list
+    # keeps them apart: a later job then finds the kernels in Triton's cache.
     rounds = itertools.zip_longest(*(MULTIPROCESSORS[each] for each in generations))
     pairs = [pair for counts in rounds for pair in zip(generations, counts, strict=True) if pair[1]]
     jobs = [Job(*pair, model) for pair in pairs for model in models]
@@ -244,7 +258,8 @@ def build(generations: Sequence[str], models: Sequence[str], output: Path, proce
     recorded: dict[str, dict[str, archive.Kernel]] = {each: {} for each in generations}
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
-        # A process that is forked has imported everything, and a process for each job has no plans of others.
+        # A forked process need not import the modules again. Each job has a new process, which has no plans
+        # of other jobs.
         with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
             for job, found in zip(jobs, pool.imap(compiled, jobs, chunksize=1), strict=True):
                 recorded[job.generation] |= found

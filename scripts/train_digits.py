@@ -105,7 +105,8 @@ def main() -> int:
     if min(options.steps, options.batch_size) < 1:
         numbers = f"{options.steps} and {options.batch_size}"
         parser.error(f"--steps and --batch-size: must be positive whole numbers, got {numbers}")
-    pixels = torch.from_numpy(load_digits().images).float()[:, None] / 8 - 1  # from 0 .. 16 to -1 .. 1
+    # scikit-learn's pixels have values from 0 to 16. The model gets values from -1 to 1.
+    pixels = torch.from_numpy(load_digits().images).float()[:, None] / 8 - 1
     images = F.interpolate(pixels, size=(SIZE, SIZE), mode="bilinear").to(options.device)
     stock = build_model(options.width, options.seed).to(options.device)
     ours = sdfastgn.optimize(copy.deepcopy(stock), strict=True)

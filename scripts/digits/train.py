@@ -116,7 +116,7 @@ class Digits:
         rows = torch.stack([cos, -sin, 0.08 * right, sin, cos, 0.08 * down], dim=1).view(-1, 2, 3)
         grid = F.affine_grid(rows, [len(which), 1, SIZE, SIZE], align_corners=False)
         ink = F.grid_sample(self.pixels[which], grid, mode="bicubic", align_corners=False)
-        # Make the edges of strokes sharper, which are blurred in the scans.
+        # The edges of strokes are blurred in the scans. The following lines make them sharper.
         ink = ((ink - 0.2) / 0.4).clamp(0, 1)
         return ink.square() * (3 - 2 * ink)
 
@@ -187,7 +187,8 @@ def train_autoencoder(digits: Digits, options: argparse.Namespace) -> Any:
     vae = AutoencoderKL(**VAE).to(options.device)
 
     def loss_of() -> Tensor:
-        images, _ = digits.sample(options.batch_size // 4)  # a quarter: images need more memory than latents
+        # A batch of images is smaller than a batch of latents, because images need more memory.
+        images, _ = digits.sample(options.batch_size // 4)
         latents = vae.encode(images).latent_dist
         return F.l1_loss(vae.decode(latents.sample()).sample, images) + KL_WEIGHT * latents.kl().mean()
 
@@ -247,8 +248,9 @@ def save(output: Path, classifier: nn.Module, vae: Any, unet: Any, text_encoder:
     pipe = StableDiffusionPipeline(
         vae=vae.half(),
         unet=unet.half(),
-        # In fp32, because transformers 5 loads a file in its own dtype, and diffusers loads UNet and
-        # autoencoder in fp32. All models must have one dtype.
+        # The text encoder is saved in fp32, because all models of the pipeline must have the same dtype when
+        # they are loaded: transformers 5 loads weights in the dtype of their file, and diffusers loads the
+        # UNet and the autoencoder in fp32.
         text_encoder=text_encoder,
         tokenizer=tokenizer,
         scheduler=DDIMScheduler(**SCHEDULER),

@@ -4,8 +4,8 @@ python -m scripts.publish.adapters --json adapters.json
 
 The changes are LoRAs and their scales, FreeU, an IP-Adapter, the residuals of a ControlNet or T2I-Adapter,
 another prompt, and other attention processors. They are made one after the other to the same UNet or
-transformer, as the list ``CHANGES`` says. A model in ``FEWER`` has fewer of them. LoRAs and the IP-Adapter
-have random weights.
+transformer, in the order of the list ``CHANGES``. Models in the dict ``FEWER`` get only some of the changes.
+LoRAs and the IP-Adapter have random weights.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ RANK = 16
 # it.
 IMAGE_CHANNELS, IMAGE_TOKENS = 1024, 4
 # Number of timed calls after the second call, as many as an image with 30 steps makes. As in the steps of an
-# image, the CPU does not wait for the GPU between them.
+# image, the CPU does not wait for the GPU between these calls.
 LATER = 30
-# A stock model makes only this number of them, the last ones. It has no graphs, so all take equally long.
+# Number of timed calls of a stock model after the second call. It is smaller than ``LATER``, because a stock
+# model has no CUDA graphs, so all of its calls take equally long.
 STOCK_LATER = 10
-# Only for the change "new attention processors before each call": number of calls that run before the timed
-# calls. By then an optimized UNet has stopped capturing CUDA graphs for a while (a pause), so the timed calls
-# run eagerly.
+# Number of calls that run before the timed calls, only for the change "new attention processors before each
+# call". After so many calls an optimized UNet has stopped capturing CUDA graphs for a while (a pause), so the
+# timed calls run eagerly.
 CALLS_UNTIL_PAUSE = 78
 
 
@@ -68,7 +69,7 @@ class Step:
 
     @property
     def unet(self) -> Any:
-        """The model, for functions of diffusers that are given a pipeline."""
+        """The model. Functions of diffusers that expect a pipeline read the model from this attribute."""
         return self.model
 
     def call(self, number: int) -> Tensor:
@@ -101,7 +102,7 @@ def scale_in_the_arguments(step: Step) -> None:
 
 
 def scale_argument(step: Step) -> str:
-    """The argument of the model's call that can have a LoRA's scale."""
+    """The name of the argument of the model's call that can have a LoRA's scale."""
     names = inspect.signature(type(step.model).forward).parameters
     return next(name for name in names if name.endswith("attention_kwargs"))
 
@@ -143,8 +144,8 @@ def remove_residuals(step: Step) -> None:
 def give_adapter_residuals(step: Step, seed: int) -> None:
     """Gives the UNet's call random residuals as arguments, with the shapes of a T2I-Adapter's.
 
-    A call removes the residuals from the list that it gets. So each call gets a new list, as in diffusers'
-    pipelines.
+    A call of the UNet removes the residuals from the list that it is given. So each call gets a new list, as
+    in diffusers' pipelines.
     """
     sample = step.inputs["sample"]
     generator = torch.Generator(sample.device).manual_seed(seed)
@@ -214,7 +215,8 @@ def remove_ip_adapter(step: Step) -> None:
 def processors_each_call(step: Step) -> None:
     """Sets new attention processors before each call. This drops the CUDA graphs of an optimized UNet.
 
-    Also makes ``CALLS_UNTIL_PAUSE`` such calls, so that the timed calls run without CUDA graphs.
+    Also makes ``CALLS_UNTIL_PAUSE`` such calls. After them the UNet captures no CUDA graphs for a while, so
+    the timed calls run without CUDA graphs.
     """
     step.before_call = lambda number: step.model.set_attn_processor(AttnProcessor2_0())
     step.calls(range(CALLS_UNTIL_PAUSE))
@@ -336,7 +338,8 @@ def measured_calls(
         sdfastgn.optimize(step.model)
         for number in range(3):
             step.call(number)
-    # The last call has the same number for both, because some changes depend on it, and outputs are compared.
+    # Some changes depend on a call's number. The outputs of the last calls are compared, so the last call has
+    # the same number for the stock and the optimized model.
     later = range(2 if optimize else 2 + LATER - STOCK_LATER, 2 + LATER)
     found = []
     for name, change in changes_of(model):

@@ -101,8 +101,9 @@ def main(
     except OptionError as error:
         raise typer.BadParameter(str(error)) from None
     machine = environment(torch.device("cuda"))
-    # ComfyUI's main.py chooses this allocator before it imports PyTorch. The variable is set only now, for
-    # the processes below: in this process PyTorch already uses the GPU with another allocator.
+    # ComfyUI's main.py chooses the allocator cudaMallocAsync before it imports PyTorch. The environment
+    # variable is set only now, for the processes that are started below: in this process PyTorch already uses
+    # the GPU with another allocator.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     config = {"rounds": rounds, "allocator": os.environ["PYTORCH_CUDA_ALLOC_CONF"]}
     content = document("comfyui", machine, config, [])
@@ -138,7 +139,7 @@ def rows_of(cases: list[Case], end: float) -> Iterator[dict[str, Any]]:
         futures.wait(ready)
         for pool, case, prepared in zip(pools, cases, ready, strict=True):
             yield {**case.told(), **_measured(pool, case, prepared, time.perf_counter() > end)}
-            pool.shutdown()  # ends the process, which frees the GPU's memory
+            pool.shutdown()  # this ends the process of the case, which frees the GPU's memory
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -254,7 +255,7 @@ def _compiled() -> int:
 def _compared(images: Images, made: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
     """Returns a row's fields about differences of ``made`` (sdfastgn's outputs) from ``stock`` (stock's).
 
-    Also removes sdfastgn from ``images``, and compares outputs again (see ``times_of``).
+    Also removes sdfastgn from ``images``, and checks whether the outputs then have the same bits as stock's.
     """
     found: dict[str, Any] = {
         "latent_difference": relative_error(made["latents"], stock["latents"]),

@@ -18,7 +18,7 @@ from scripts.publish import comfyui_models
 class Images:
     """Makes images with one of ComfyUI's models, a LoRA and a ControlNet.
 
-    Their files were written by ``comfyui_models.write_files``. ComfyUI must be imported before.
+    The files of all three were written by ``comfyui_models.write_files``. ComfyUI must be imported before.
 
     Args:
         model: a name in ``comfyui_models.MODELS``.
@@ -148,7 +148,8 @@ def end_of_node() -> None:
 
     Without DynamicVRAM it does nothing.
     """
-    memory = sys.modules.get("comfy.memory_management")  # None in releases without DynamicVRAM
+    # Releases without DynamicVRAM do not have this module.
+    memory = sys.modules.get("comfy.memory_management")
     if getattr(memory, "aimdo_enabled", False):
         import comfy.model_management
         import comfy.model_prefetch

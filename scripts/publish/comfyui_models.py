@@ -1,4 +1,4 @@
-"""Files of ComfyUI's models SD1.5 and SDXL and their VAE, with random weights."""
+"""Writes files with random weights for ComfyUI: SD1.5 and SDXL with their VAE, a ControlNet and a LoRA."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def random_weights(module: nn.Module, dtype: torch.dtype, device: str, prefix: s
 
 
 def unet(config: dict[str, Any]) -> nn.Module:
-    """Returns ComfyUI's UNet on the device ``meta``, without memory for weights. config: as in ``MODELS``."""
+    """Returns ComfyUI's UNet on the device ``meta``, without memory for weights.
+
+    ``config``: a value of ``MODELS``.
+    """
     from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
     with torch.device("meta"):
@@ -92,7 +95,7 @@ def write_files(folder: Path, model: str, device: str) -> None:
 
 
 def _lora(module: nn.Module, device: str) -> dict[str, Tensor]:
-    """A LoRA for every linear layer of the transformer blocks of ``module``."""
+    """Returns a LoRA with random weights for every linear layer of the transformer blocks of ``module``."""
     g = torch.Generator(device).manual_seed(1)
     found = {}
     for name, layer in module.named_modules():

@@ -108,7 +108,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Repetitions of each decode.")] = 3,
     json_path: JsonOption = None,
 ) -> None:
-    """Time each release in a separate process."""
+    """Time decodes with each release of ComfyUI, in a separate process for each."""
     check_checkouts(folders)
     content = document("comfyui_vaes", environment(torch.device("cuda")), {"rounds": rounds}, [])
     for folder in folders:

@@ -41,8 +41,8 @@ _HALF = 3.5
 class Setting(NamedTuple):
     """Where the weights are and in which dtype.
 
-    ``options``: command-line options of ComfyUI, which decide where. ``is_fp8``: True if the UNet's weights
-    are in fp8, False if they are in fp16.
+    ``options``: command-line options of ComfyUI, which decide where the weights are. ``is_fp8``: True if the
+    UNet's weights are in fp8, False if they are in fp16.
     """
 
     label: str
@@ -75,10 +75,11 @@ def main(
     ] = "",
     json_path: JsonOption = None,
 ) -> None:
-    """Time each release and setting in a separate process."""
+    """Time ComfyUI's sampler with each release and setting, in a separate process for each."""
     check_checkouts(folders)
     machine = environment(torch.device("cuda"))
-    # ComfyUI's main.py chooses this allocator. The variable is for the processes below.
+    # ComfyUI's main.py chooses the allocator cudaMallocAsync. The environment variable makes the processes
+    # that are started below use it too.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     config = {"size": size, "steps": steps, "rounds": rounds}
     content = document("comfyui_weights", machine, config, [])
@@ -146,7 +147,10 @@ def times_of(
 
 
 def measured(files: Path, size: int, steps: int, rounds: int) -> dict[str, Any]:
-    """Returns what ``times_of`` returns. ComfyUI must be imported with its options."""
+    """Times the sampler stock and with sdfastgn. Returns the dict that ``times_of`` describes.
+
+    ComfyUI must have been imported, with the options that decide where the weights are.
+    """
     import comfy.model_management
 
     from sdfastgn.plans.comfyui import optimize_model, text_of
@@ -158,8 +162,8 @@ def measured(files: Path, size: int, steps: int, rounds: int) -> dict[str, Any]:
     device = torch.device("cuda")
 
     def run(model: Any, name: str) -> tuple[Any, dict[str, float]]:
-        # Otherwise the weights of an earlier run would still be on the GPU, and ComfyUI would load fewer
-        # weights of this model.
+        # All models are unloaded before a run. Otherwise the weights of an earlier run would still be on the
+        # GPU, and ComfyUI would load fewer weights of this model.
         comfy.model_management.unload_all_models()
         latents = images.sample(model)
         torch.cuda.reset_peak_memory_stats()

@@ -3,9 +3,9 @@
 python -m scripts.publish.compiled_videos --folder benchmarks/by_hand/compiled_videos
 
 torch.compile runs as in the variant ``compile_channels_last`` of ``sdfastgn bench``: on weights in
-channels-last, in its default mode. Each network has a process and a file of its own. In this process, calls
-of stock, torch.compile and sdfastgn take turns. Compiling a network can take minutes. If the time limit
-(``--limit``) ends earlier, the file has only the times of stock and sdfastgn.
+channels-last, in its default mode. Each network has a process and a file of its own. In the process of a
+network, calls of stock, torch.compile and sdfastgn take turns. Compiling a network can take minutes. If the
+time limit (``--limit``) ends earlier, the file has only the times of stock and sdfastgn.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from sdfastgn.bench.variants import VARIANTS, prepared
 from sdfastgn.cli.session import exit_code
 from sdfastgn.kernels.common.failures import one_line
 
-# Names of the cases that are timed. Those that are compiled quickly come first, because time may run out.
+# Names of the networks that are timed. Networks that torch.compile compiles quickly come first, because time
+# may run out.
 NAMES = (
     "Qwen-Image VAE decode, 1024²",
     "Wan 2.1 VAE decode, 17 x 480 x 832",
@@ -49,13 +50,16 @@ Note = Callable[[CompiledRow], None]
 
 
 def chosen(names: Sequence[str]) -> list[Case]:
-    """Returns the cases of ``NAMES``. With ``names``, only those that begin with one of ``names``."""
+    """Returns the networks of ``NAMES`` that begin with one of ``names``; all if ``names`` is empty."""
     by_name = {case.name: case for case in CASES}
     return [by_name[name] for name in NAMES if not names or name.startswith(tuple(names))]
 
 
 def measure(case: Case, device: torch.device, note: Note) -> None:
-    """Times a network in all three ways. Compiling comes after the times of stock and sdfastgn."""
+    """Times a network stock, with sdfastgn, and then with torch.compile, whose compiling may take minutes.
+
+    Calls ``note`` with the network's row whenever more of its times are known.
+    """
     row = CompiledRow(case.name, str(case.dtype).removeprefix("torch."))
     try:
         _, stock = built(case, device)
@@ -94,7 +98,7 @@ def _compiled(
     ours: Callable[[], Tensor],
     expected: Tensor,
 ) -> CompiledRow:
-    """Compiles the network, and times all three ways. Returns ``row`` with these times."""
+    """Compiles the network. Times it stock, compiled and with sdfastgn. Returns ``row`` with the times."""
     model, call = built(case, device)
     with prepared(VARIANTS["compile_channels_last"], model, "vae"):
         print(f"compiling {case.name}", flush=True)
@@ -115,7 +119,7 @@ def _compiled(
 
 
 def in_turns(calls: Sequence[Callable[[], Tensor]], device: torch.device) -> list[float]:
-    """Times ``calls`` in turns. Returns the median milliseconds of each. They must have run once before."""
+    """Times ``calls``, which must have run once before, in turns. Returns the median milliseconds of each."""
     for call in calls:
         for _ in range(WARM_UP):
             timing.time_once(call, device)
@@ -138,7 +142,7 @@ def _floor_ms(model: nn.Module, call: Callable[[], Tensor], device: torch.device
 
 
 def alone(case: Case, file: Path, device: torch.device) -> int:
-    """Times a network in this process, and writes ``file`` each time when more is known."""
+    """Times a network in this process, and writes ``file`` whenever more of its times are known."""
     start, rows = time.monotonic(), [CompiledRow(case.name, "")]
     with timing.global_switches() as switches:
         where = environment(device, switches)

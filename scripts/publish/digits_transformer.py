@@ -1,8 +1,8 @@
 """A small transformer of the kind of Stable Diffusion 3, trained by flow matching to draw handwritten digits.
 
-As there, the autoencoder and the text encoder are frozen. The pipeline of digits has both. A step of
-the model gets latents (1 - s) x + s noise, where s is between 0 and 1, and computes the velocity noise - x.
-Images are drawn along the velocity, from s = 1 to s = 0.
+As in Stable Diffusion 3, the autoencoder and the text encoder are frozen. They are those of the pipeline in
+``scripts/digits``. A step of the model gets latents (1 - s) x + s noise, where s is between 0 and 1. It
+computes the velocity noise - x. Images are drawn along the velocity, from s = 1 to s = 0.
 
 Source: Esser et al., "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis", 2024.
 """
@@ -22,7 +22,8 @@ from torch.nn.utils import parametrize
 from scripts.digits.train import EMPTY_PROMPTS, Digits, fit
 from sdfastgn.cli.digits_pipeline import GUIDANCE, INKS, NUMERALS, prompt_of
 
-# Wide enough for products in E4M3, which need 512 columns.
+# The transformer's configuration. It has 8 heads of 64 channels, because matrix products in E4M3 need 512
+# columns.
 CONFIG: dict[str, Any] = {
     "sample_size": 8,
     "patch_size": 1,
@@ -37,7 +38,7 @@ CONFIG: dict[str, Any] = {
     "pos_embed_max_size": 8,
     "qk_norm": "rms_norm",
 }
-# A prompt has at most seven tokens.
+# Number of tokens of an encoded prompt that the transformer gets. A prompt has at most seven tokens.
 TOKENS = 8
 LEARNING_RATE = 5e-4
 # The learning rate and the rank of a LoRA.
@@ -48,8 +49,8 @@ class Prompts(NamedTuple):
     """Encoded prompts.
 
     Attributes:
-        tokens: (prompts, TOKENS, channels).
-        pooled: (prompts, channels).
+        tokens: the encoded tokens, (prompts, TOKENS, channels).
+        pooled: one vector for each prompt, (prompts, channels).
     """
 
     tokens: Tensor
@@ -74,7 +75,7 @@ class Data(NamedTuple):
 
 @torch.no_grad()
 def every_prompt(pipe: Any) -> Prompts:
-    """All prompts, in the order of ``Digits.sample``, and then the empty one."""
+    """Encodes each possible prompt, in the order of the indices of ``Digits.sample``, and an empty prompt."""
     texts = [*(prompt_of(digit, ink) for digit in range(len(NUMERALS)) for ink in INKS), ""]
     ids = pipe.tokenizer(texts, padding="max_length", return_tensors="pt").input_ids
     found = pipe.text_encoder(ids.to(pipe.text_encoder.device))
@@ -83,7 +84,7 @@ def every_prompt(pipe: Any) -> Prompts:
 
 @torch.no_grad()
 def encoded(vae: Any, digits: Digits, count: int, *, mirrored: bool = False, batch: int = 1024) -> Data:
-    """``count`` random images. ``mirrored``: with left and right exchanged."""
+    """Encodes ``count`` random images. ``mirrored``: True to exchange left and right in the images."""
     latents, which = [], []
     for first in range(0, count, batch):
         images, prompts = digits.sample(min(batch, count - first))
@@ -101,15 +102,15 @@ def velocity(model: nn.Module, latents: Tensor, s: Tensor, prompts: Prompts) -> 
 
 
 def mixed(latents: Tensor, noise: Tensor, s: Tensor) -> Tensor:
-    """The latents with noise that ``velocity`` gets."""
+    """Returns (1 - s) latents + s noise, the latents that a step of the model gets."""
     return torch.lerp(latents, noise, s.view(-1, 1, 1, 1))
 
 
 @torch.no_grad()
 def drawn(model: nn.Module, noise: Tensor, prompts: Prompts, empty: Prompts, steps: int) -> Tensor:
-    """Latents that ``model`` draws from ``noise`` (images, 4, 8, 8) with guidance, in fp32.
+    """Returns the latents that ``model`` draws from ``noise`` (images, 4, 8, 8) with guidance, in fp32.
 
-    ``empty``: the empty prompt, once.
+    ``prompts``: one for each image. ``empty``: the empty prompt alone.
     """
     every = Prompts(*(torch.cat([a, b.expand_as(a)]) for a, b in zip(prompts, empty, strict=True)))
     x = noise
@@ -132,11 +133,12 @@ def _loss_of(model: nn.Module, data: Data, prompts: Prompts, batch: int) -> Call
 
 
 def trained(data: Data, prompts: Prompts, steps: int, batch: int, **changes: Any) -> nn.Module:
-    """A model trained for ``steps`` steps, in fp32. ``changes``: of ``CONFIG``."""
+    """Trains a model in fp32 for ``steps`` steps. ``changes``: arguments that replace those of ``CONFIG``."""
     model = SD3Transformer2DModel(**CONFIG | changes).to(data.latents.device)
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and ("norm" in name or name == "proj_out"):
-            # Modulations and the last layer begin with zeros, as in the paper of diffusion transformers.
+            # The layers that compute modulations, and the last layer, begin with zeros, as in the paper on
+            # diffusion transformers (Peebles and Xie, 2023).
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
     fit("transformer", [model], steps, _loss_of(model, data, prompts, batch), LEARNING_RATE)
@@ -179,10 +181,11 @@ def add_lora(model: nn.Module, data: Data, prompts: Prompts, steps: int, batch: 
 
 @torch.no_grad()
 def add_outliers(model: Any, channels: tuple[int, ...] = (3, 20), factor: float = 2.0**16) -> None:
-    """Multiplies rows of weights by ``factor``, so that the model computes the same as before.
+    """Multiplies some rows of weights by ``factor``, without a change of what the model computes.
 
-    These are the rows of ``channels`` in the last layer of attention and of the feed-forward network. A gate
-    multiplies what the layer computes. So the gate's own row is divided by ``factor``.
+    They are the rows of ``channels`` in the last layers of attention and of the feed-forward network. A gate
+    multiplies the outputs of such a layer. The rows of weights that compute the gate for ``channels`` are
+    divided by ``factor``.
     """
     for block in model.transformer_blocks:
         gates = block.norm1.linear.weight.unflatten(0, (6, -1)), block.norm1.linear.bias.unflatten(0, (6, -1))

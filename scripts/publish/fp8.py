@@ -79,9 +79,9 @@ PEER = Variant(
 def times(
     cases: Sequence[tuple[str, str, int, int, bool]], device: str, on_row: Callable[[end_to_end.Row], object]
 ) -> None:
-    """Times each case with each of ``VARIANTS``, and some cases with ``PEER`` too. ``cases``: as ``CASES``.
+    """Times each case with sdfastgn in fp16 and in FP8, and some cases with torch.compile and torchao too.
 
-    Calls ``on_row`` with each row.
+    Calls ``on_row`` with each row. ``cases``: tuples with the same entries as those in ``CASES``.
     """
     for model, part, size, batch, is_compared in cases:
         config = BenchConfig(
@@ -93,14 +93,14 @@ def times(
 
 
 def mlperf_config(device: str, *, is_tiny: bool) -> BenchConfig:
-    """The settings of MLPerf. ``is_tiny``: with a small model and few images instead."""
+    """The settings of MLPerf's benchmark of SDXL. ``is_tiny``: True for a small model and few images."""
     settings = {**PRESETS["mlperf"].cases[0].settings, "repeats": 1}
     small = {"model": "tiny", "size": 64, "batch": 2, "steps": 3, "dtype": "fp32"}
     return BenchConfig(device=device, **settings | (small if is_tiny else {}))
 
 
 def mlperf(config: BenchConfig, on_row: Callable[[end_to_end.Row], object]) -> None:
-    """Times one call of the pipeline with each of ``VARIANTS``. Calls ``on_row`` with each row.
+    """Times one call of the pipeline with sdfastgn in fp16 and in FP8. Calls ``on_row`` with each row.
 
     A call takes many seconds. So fewer steps or images are drawn to compare with stock's images, to learn
     FP8's scales and to capture CUDA graphs.

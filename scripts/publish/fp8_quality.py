@@ -5,15 +5,18 @@ python -m scripts.publish.fp8_quality --json benchmarks/by_hand/fp8_quality.json
 
 - ``unet``: the pipeline in ``scripts/digits``, in fp16.
 - ``transformer``: a small transformer of Stable Diffusion 3's kind, in bf16, which is trained first
-  (``scripts/publish/digits_transformer.py``). Its products have a scale for each row.
-- ``lora``: the same with a LoRA that makes it draw mirrored digits. It is added to the weights.
-- ``outliers``: the transformer with two rows in some weights that are 65536 times as large, and gates that
-  are as much smaller. In exact arithmetic it computes the same as ``transformer``.
+  (``scripts/publish/digits_transformer.py``). Its FP8 matrix products have a scale for each row.
+- ``lora``: the same transformer with a LoRA that makes it draw mirrored digits. The LoRA is added to the
+  weights.
+- ``outliers``: the same transformer, but two rows of some weights are 65536 times as large, and the gates
+  that multiply their results are 65536 times smaller. In exact arithmetic it computes the same as
+  ``transformer``.
 
-Each model draws the same images in fp32, in its own dtype, with sdfastgn, and in FP8. All are compared with
-fp32's, and a classifier reads the digits. One step is compared too, with latents of scans that the
-transformer was not trained with. The transformers are also measured with one scale for each tensor instead of
-each row. This is emulated.
+Each model draws the same images in fp32, in its own dtype, with sdfastgn, and in FP8. All images are compared
+with the images in fp32, and a classifier reads the digits. The output of one step is compared too, with
+latents of scans that the transformer was not trained with. The transformers are also measured with one scale
+for each tensor instead of each row. To emulate this, inputs and weights are rounded to E4M3, and the matrix
+products are computed in the model's own dtype.
 """
 
 from __future__ import annotations
@@ -50,10 +53,10 @@ from sdfastgn.plans.rewrite.e4m3 import FEWEST_ROWS
 
 # Number of images in a call of the pipeline.
 BATCH = 50
-# Seeds of images that are drawn first, so that FP8 learns its scales. The images that are compared have other
-# seeds.
+# Seeds of the images that are drawn first, so that FP8 learns its scales. The images that are compared have
+# other seeds.
 OTHERS = range(1000, 1000 + BATCH)
-# The images of the picture.
+# Number of images in each row of the picture that ``--png`` writes.
 SHOWN = 10
 
 
@@ -61,11 +64,12 @@ class Size(NamedTuple):
     """How much is trained and measured.
 
     Attributes:
-        images, steps: images that each model draws, and their steps.
-        latents: encoded images with which the transformer is trained.
-        training, lora, batch: steps of the training, steps of the LoRA's, and images in a step.
-        held_out: latents of the step that is compared.
-        changes: of the transformer's configuration.
+        images, steps: number of images that each model draws, and number of denoising steps of an image.
+        latents: number of encoded images with which the transformer is trained.
+        training, lora, batch: number of training steps of the transformer, number of training steps of the
+            LoRA, and number of images in a training step.
+        held_out: number of latents in the step that is compared.
+        changes: arguments that replace those of the transformer's configuration.
     """
 
     images: int = 200
@@ -105,9 +109,9 @@ class Model(NamedTuple):
     """A trained model in one dtype.
 
     Attributes:
-        target: what ``optimize`` gets.
-        draw: (numbers of images, steps) -> images (N, 64, 64, 3) in [0, 1].
-        step: returns (the result of ``Step``, what it should be), both in fp32.
+        target: the model or pipeline that is given to ``optimize``.
+        draw: a function (numbers of images, steps) -> images (N, 64, 64, 3) in [0, 1].
+        step: a function that runs one step. Returns (its output, what the output should be), both in fp32.
     """
 
     target: Any
@@ -116,14 +120,14 @@ class Model(NamedTuple):
 
 
 def asked(number: int) -> tuple[int, str]:
-    """The digit that the image with this number shall show, and its prompt."""
+    """Returns the digit that the image with this number should show, and the image's prompt."""
     digit, inks = number % len(digits_pipeline.NUMERALS), list(digits_pipeline.INKS)
     return digit, digits_pipeline.prompt_of(digit, inks[number % len(inks)])
 
 
 def noise_of(numbers: Sequence[int], device: str) -> Tensor:
     """The noise of images, (N, 4, 8, 8) in fp32. Each number is the seed of its image's noise."""
-    # It is drawn on the CPU, so that it is the same on every device.
+    # The noise is drawn on the CPU, so that it is the same on every device.
     return torch.stack(
         [torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(number)) for number in numbers]
     ).to(device)
@@ -165,8 +169,12 @@ def unet(step: Step, device: str, dtype: torch.dtype) -> Model:
 def transformer(
     network: nn.Module, pipe: Any, prompts: flow.Prompts, step: Step, dtype: torch.dtype, *, mirrored: bool
 ) -> Model:
-    """``mirrored``: what it draws is mirrored again. ``pipe``: in fp32; its autoencoder decodes."""
-    # Weights have the values of the model's own dtype in fp32 too.
+    """A copy of the trained transformer ``network`` in ``dtype``, with functions that run it.
+
+    ``mirrored``: True if the network draws mirrored digits. Then its images are mirrored back. ``pipe``: the
+    pipeline of digits in fp32, whose autoencoder decodes the images.
+    """
+    # The weights are first rounded to bf16, so that the model in fp32 has the same values.
     network = copy.deepcopy(network).bfloat16().to(dtype)
     device = str(step.latents.device)
 
@@ -188,13 +196,16 @@ def transformer(
 
 
 def _rounded(t: Tensor) -> Tensor:
-    """``t`` after rounding to E4M3 with one scale for the whole tensor."""
+    """Returns ``t`` rounded to E4M3 with one scale for the whole tensor, in the dtype of ``t``."""
     scale = t.float().abs().amax().clamp(min=2.0**-126) / LARGEST
     return ((t.float() / scale).to(E4M3).float() * scale).to(t.dtype)
 
 
 def round_with_one_scale(network: nn.Module) -> None:
-    """Let linear layers compute as in E4M3 with one scale for each tensor: those that plans have in E4M3."""
+    """Makes linear layers compute as if in E4M3 with one scale for each tensor.
+
+    These are the layers that ``optimize`` runs in E4M3 if its ``precision`` is FP8.
+    """
     found = {id(weight) for weight in kind_of_model(network).in_rows}
 
     def round_input(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -210,7 +221,7 @@ def round_with_one_scale(network: nn.Module) -> None:
 def measured(
     name: str, make: Callable[[torch.dtype], Model], size: Size
 ) -> Iterator[tuple[QualityRow, np.ndarray]]:
-    """Yields (row, images) of stock in fp32 and in its own dtype, and of each variant of sdfastgn."""
+    """Yields (row, images) for stock in fp32, for stock in the model's own dtype, and for sdfastgn."""
     exact = make(torch.float32)
     truth = exact.draw(range(size.images), size.steps), exact.step()[0]
     yield _row(name, "fp32", exact, size, truth)
@@ -220,7 +231,7 @@ def measured(
         if variant == "sdfastgn_fp8" and fp8.device_reason(truth[1].device) is not None:
             continue
         sdfastgn.optimize(model.target, precision="fp8" if variant == "sdfastgn_fp8" else None)
-        model.draw(OTHERS, size.steps)  # with one scale for each tensor, these calls learn it
+        model.draw(OTHERS, size.steps)  # in these calls FP8 learns the scales that hold for a whole tensor
         yield _row(name, variant, model, size, truth)
     sdfastgn.restore(model.target)
     if isinstance(model.target, nn.Module):
@@ -307,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device, start, size = torch.device(options.device), time.monotonic(), TINY if options.tiny else Size()
     rows: list[QualityRow] = []
-    with timing.global_switches(cudnn_tf32=False) as switches:  # with TF32 fp32 would not be exact
+    with timing.global_switches(cudnn_tf32=False) as switches:  # with TF32, images in fp32 would not be exact
         where = environment(device, switches)
         for name, make in models(size, options.device):
             shown: dict[str, np.ndarray] = {}

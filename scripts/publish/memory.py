@@ -5,13 +5,13 @@ python -m scripts.publish.memory --only limits --json benchmarks/by_hand/memory_
 
 The pipelines have random weights. There are two measurements, ``peaks`` and ``limits``:
 
-- Peak memory without a limit. Each pipeline runs in a fresh process. Several of these processes run at the
-  same time, so these rows' times are not comparable.
-- Times under limits of the memory that PyTorch may reserve (``torch.cuda.set_per_process_memory_fraction``),
-  in one process. Under the smallest limit, and where stock cannot draw, images are also drawn after
-  ``enable_model_cpu_offload``.
+- ``peaks`` measures peak memory without a limit. Each pipeline runs in a fresh process. Several of these
+  processes run at the same time, so their times cannot be compared.
+- ``limits`` measures times in one process, under limits of the memory that PyTorch may reserve
+  (``torch.cuda.set_per_process_memory_fraction``). Under the smallest limit, and where stock cannot draw,
+  images are also drawn after ``enable_model_cpu_offload``.
 
-Weights are loaded before the limit is set. If they alone exceed it, the first image fails.
+Weights are loaded before the limit is set. If the weights alone exceed the limit, the first image fails.
 ``cudnn.benchmark`` is off, as PyTorch's default is, so cuDNN does not try several algorithms.
 """
 
@@ -49,7 +49,7 @@ IMAGES = 3
 # Batch size -> number of processes that measure peak memory at the same time. Their pipelines must fit into
 # the GPU's memory together.
 AT_ONCE = {1: 4, 4: 2}
-# (pipeline, True if its autoencoder is converted to fp32 for each decode).
+# The pipelines that are measured: (model, True if its autoencoder is converted to fp32 for each decode).
 PIPELINES = (("sdxl", True), ("sd15", False), ("sdxl", False))
 
 
@@ -131,16 +131,16 @@ def peaks(
 
 
 def set_limit(gib: float | None, device: torch.device) -> None:
-    """Limits the memory that PyTorch may reserve to ``gib``. None removes the limit."""
+    """Limits the memory that PyTorch may reserve on the GPU to ``gib`` GiB. None removes the limit."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(1.0 if gib is None else min(1.0, gib * 2**30 / total))
 
 
 class Limited:
-    """A pipeline that draws the same images under several limits, first stock, then optimized.
+    """A pipeline that draws the same images under several limits of memory, first stock, then optimized.
 
-    ``rows`` yields a row for each setting, and stops when ``is_late`` returns True.
+    ``rows`` yields a row for each limit, with and without offloading. It stops when ``is_late`` returns True.
     """
 
     def __init__(self, model: str, device: str, is_late: Callable[[], bool]) -> None:
@@ -174,7 +174,10 @@ class Limited:
                     yield row
 
     def one(self, row: MemoryRow) -> tuple[MemoryRow, Any]:
-        """Draws as ``row`` says. Returns the whole row and the images, or None if they could not be drawn."""
+        """Draws images with the settings in ``row``. Returns (the whole row, the images).
+
+        If the images could not be drawn, the row has the reason, and None takes the place of the images.
+        """
         pipe = self.pipe
         if row.is_optimized:
             sdfastgn.optimize(pipe)
@@ -201,8 +204,8 @@ def limited(
 ) -> Iterator[MemoryRow]:
     """Yields a row for each pipeline and limit, stock and optimized, as soon as it is measured.
 
-    Under some limits there are also rows with offloading, as the module's docstring says. No row is measured
-    once ``is_late`` returns True.
+    Under the smallest limit, and under limits where stock cannot draw, there are also rows with offloading.
+    No row is measured once ``is_late`` returns True.
     """
     for model in sorted({model for model, _ in pipelines}):
         held = Limited(model, device, is_late)
@@ -213,7 +216,7 @@ def limited(
         release_memory()
 
 
-# Value of the option ``--only`` -> the function that makes the measurement and yields its rows.
+# Value of the option ``--only`` -> the function that makes this measurement and yields its rows.
 MEASUREMENTS = {"peaks": peaks, "limits": limited}
 
 

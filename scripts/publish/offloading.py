@@ -2,10 +2,11 @@
 
 python -m scripts.publish.offloading --json benchmarks/by_hand/offloading.json
 
-The largest models are the text encoder and the transformer: T5 and the transformer of Flux.1 schnell, UMT5
-and the transformer of Wan 2.1 (1.3B). The weights are random, in bf16. Each pipeline is called three times
-after ``enable_model_cpu_offload``. sdfastgn's first call includes the time to compile kernels, and copies all
-weights back to main memory. In later calls, large weights are copied back only if they have changed.
+The largest models are the text encoder and the transformer. They are T5 and the transformer of Flux.1 schnell
+in one pipeline, and UMT5 and the transformer of Wan 2.1 (1.3B) in the other. The weights are random, in bf16.
+Each pipeline is called three times after ``enable_model_cpu_offload``. The optimized pipeline's first call
+includes the time to compile kernels, and copies all weights back to main memory. In its later calls, large
+weights are copied back only if they have changed.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ _SMALL_WAN = {
 
 @dataclass(frozen=True)
 class Offloaded:
-    """A pipeline, and those arguments of its calls that differ between pipelines."""
+    """A pipeline to offload, and those arguments of its calls that differ between pipelines."""
 
     pipe: Any
     arguments: dict[str, Any]
@@ -91,7 +92,10 @@ class Offloaded:
 
 
 def flux(device: torch.device, tiny: bool) -> Offloaded:
-    """Flux.1 schnell, for images of 1024 x 1024 pixels."""
+    """Builds the pipeline of Flux.1 schnell, for images of 1024 x 1024 pixels.
+
+    ``tiny``: True for small models and images of 64 x 64 pixels.
+    """
     config = {**VAES["tiny"], "latent_channels": 4} if tiny else AUTOENCODERS["Flux"]
     pipe = diffusers.FluxPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
@@ -107,7 +111,10 @@ def flux(device: torch.device, tiny: bool) -> Offloaded:
 
 
 def wan(device: torch.device, tiny: bool) -> Offloaded:
-    """Wan 2.1 with 1.3 billion parameters, for videos of 81 frames of 480 x 832 pixels, without guidance."""
+    """Builds the pipeline of Wan 2.1 1.3B, for videos of 81 frames of 480 x 832 pixels, without guidance.
+
+    ``tiny``: True for small models and 5 frames of 32 x 32 pixels.
+    """
     small = {"base_dim": 8, "z_dim": 16}
     text = _SMALL_T5 if tiny else {**_T5, "vocab_size": 256384}
     pipe = diffusers.WanPipeline(
@@ -122,7 +129,8 @@ def wan(device: torch.device, tiny: bool) -> Offloaded:
     return Offloaded(pipe, {**sizes, "guidance_scale": 1.0})
 
 
-# Pipeline -> the function that builds it: on a device, small if the second argument is True.
+# Name of a pipeline -> the function that builds it. The function's arguments are the device, and True for a
+# small pipeline.
 PIPELINES: dict[str, Callable[[torch.device, bool], Offloaded]] = {"flux": flux, "wan": wan}
 
 
@@ -135,7 +143,8 @@ def _text_encoder(family: str, config: dict[str, Any], device: torch.device) -> 
 
     ``family``: ``"CLIPText"``, ``"T5"`` or ``"UMT5"``. ``config``: the arguments of its configuration.
     """
-    # All pipelines here have ``build_tokenizer``'s tokenizer. In it 512 begins a text, and 513 ends it.
+    # All pipelines here have the tokenizer of ``build_tokenizer``. Its token 512 begins a text, and its token
+    # 513 ends it.
     tokens = {"bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
     whole = getattr(transformers, f"{family}Config")(**config, **tokens)
     cls = getattr(transformers, "CLIPTextModel" if family == "CLIPText" else f"{family}EncoderModel")
@@ -144,7 +153,7 @@ def _text_encoder(family: str, config: dict[str, Any], device: torch.device) -> 
 
 def rows(name: str, device: torch.device, tiny: bool) -> Iterator[OffloadingRow]:
     """Yields the row of the stock pipeline, then the row of the optimized pipeline."""
-    release_memory()  # the pipeline that was measured before is freed
+    release_memory()  # this frees the pipeline that was measured before
     offloaded = PIPELINES[name](device, tiny)
     pipe = offloaded.pipe
     pipe.set_progress_bar_config(disable=True)
@@ -179,9 +188,9 @@ def _called(row: OffloadingRow, call: Callable[[], Any], device: torch.device) -
 
 
 def _checked(row: OffloadingRow, config: BenchConfig, made: Any, stock: gate.Reference) -> OffloadingRow:
-    """Returns ``row``, or a row with the status ``WRONG`` if ``made`` is wrong.
+    """Returns ``row``, or a row with the status ``WRONG`` if the images or frames ``made`` are wrong.
 
-    That is so if ``made`` is not finite, is constant, or differs too much from ``stock``.
+    They are wrong if they are not finite, are constant, or differ too much from stock's.
     """
     reason = gate.judge(config, made, stock).reason or gate.problem(config, made)
     return replace(row, status=documents.WRONG, reason=reason, call_s=[]) if reason else row

@@ -55,8 +55,8 @@ from sdfastgn.bench.kernels.suite import INFERENCE
 from sdfastgn.bench.kernels.suites import SUITES
 from sdfastgn.bench.tables.plots import plot_reason
 
-# The pages whose tables this script renews. The card on the Hub has tables too: scripts/build_hub_kernels.py
-# fills them.
+# The pages whose tables this script renews. The card of the kernels on Hugging Face's Hub has tables too:
+# scripts/build_hub_kernels.py makes them.
 PAGES = (
     "README.md", "docs/index.md", "docs/benchmarks.md", "docs/coverage.md", "docs/stable-fast.md",
     "docs/comfyui-in-detail.md", "docs/fp8-in-detail.md", "docs/fusions.md", "docs/measurements/plans.md",

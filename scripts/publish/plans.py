@@ -1,10 +1,11 @@
-"""Time networks of docs/coverage.md as plans, beside what ``optimize`` gives them without plans.
+"""Time networks of docs/coverage.md as plans, and with fused blocks instead of plans.
 
 python -m scripts.publish.plans --json plans.json --only "VAE decode"
 
-The two models have the same weights, and their calls are interleaved. Neither has CUDA graphs, except for the
-graphs that this script captures. ``optimize`` makes the same plans for a model without fused
-blocks: the model and its children have separate plans.
+A plan is a model's own code, traced and rewritten to a list of kernels. The planned and the fused model have
+the same weights, and their calls are interleaved. Neither has CUDA graphs, except for the graphs that this
+script captures. The model and its children have separate plans. ``optimize`` makes the same plans for a model
+without fused blocks.
 """
 
 from __future__ import annotations
@@ -38,14 +39,17 @@ from sdfastgn.patches.swap.class_forward import place_in
 from sdfastgn.plans.forward import PlannedForward
 
 KIND = "plans"
-# Number of calls before the timed ones, and of timed calls of each model.
+# Number of calls before the timed calls, and number of timed calls, for each model.
 WARM_UP, CALLS = 2, 7
 NAMES = ("fused", "plan")
 Call = Callable[[], Tensor]
 
 
 def planned(root: nn.Module) -> list[PlannedForward]:
-    """Give ``root`` and its children plans, whether or not ``optimize`` would."""
+    """Replaces forwards of ``root`` and its children by plans, even of a model that ``optimize`` gives none.
+
+    A plan is a module's own code, traced and rewritten to a list of kernels. Returns the replacements.
+    """
     found = []
     for module in entrances(root):
         method = method_of(module)
@@ -56,7 +60,10 @@ def planned(root: nn.Module) -> list[PlannedForward]:
 
 
 def measured(case: Case, device: torch.device, *, has_exact: bool = True) -> PlanRow:
-    """The row of a case. The fused model runs first, so that it compiles the kernels that both share."""
+    """Times a case with fused blocks and as plans. Returns its row.
+
+    The fused model runs first, so that it compiles the kernels that both models use.
+    """
     exact = exact_output(case, device) if has_exact and not case.is_long else None
     release_memory()
     calls, weights, outputs = {}, {}, {}
@@ -104,7 +111,10 @@ def _allocated(device: torch.device) -> int:
 
 
 def _interleaved(calls: dict[str, Call], device: torch.device) -> dict[str, tuple[float, float]]:
-    """For each call: (milliseconds until the GPU has finished, milliseconds until all work is launched)."""
+    """Times the calls alternately. Returns two medians for each call, in milliseconds.
+
+    The first is the time until the GPU has finished, the second the time until all work is launched.
+    """
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for i in range(WARM_UP + CALLS):
         for name, call in calls.items():
@@ -122,7 +132,7 @@ def _interleaved(calls: dict[str, Call], device: torch.device) -> dict[str, tupl
 
 
 def _peak_gb(call: Call, device: torch.device, others: int) -> float | None:
-    """Peak memory of tensors in GB, without the ``others`` bytes of the other model."""
+    """Peak memory of tensors in a call, in GB, without the ``others`` bytes that the other model occupies."""
     if device.type != "cuda":
         return None
     release_memory()
@@ -133,7 +143,10 @@ def _peak_gb(call: Call, device: torch.device, others: int) -> float | None:
 
 
 def _in_graphs(calls: dict[str, Call], device: torch.device) -> dict[str, float]:
-    """Median milliseconds of a replay of each call that can be captured; empty on the CPU."""
+    """Captures each call as a CUDA graph. Returns the median milliseconds of a replay of each graph.
+
+    A call that cannot be captured is left out. On the CPU the dict is empty.
+    """
     if device.type != "cuda":
         return {}
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
@@ -142,7 +155,7 @@ def _in_graphs(calls: dict[str, Call], device: torch.device) -> dict[str, float]
         try:
             with torch.cuda.graph(graph):
                 call()
-        except Exception as error:  # such as a copy from the CPU
+        except Exception as error:  # for instance, a copy from the CPU cannot be captured
             print(f"  {name} has no graph: {one_line(error)}", flush=True)
             timing.synchronize(device)
         else:

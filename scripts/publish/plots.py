@@ -52,7 +52,7 @@ def transformers(results: Path, picture: Path) -> None:
 
 
 def kernels(results: Path, picture: Path) -> None:
-    """Draws the GB/s of kernels against the bytes that they move, from the committed run of ``inference``."""
+    """Draws the GB/s of kernels against the bytes that they move, from the suite ``inference``'s results."""
     (content,) = documents(results, "kernels")
     roofline(with_peers(results, content), picture, f"{content['config']['dtype']}, {source_line(content)}")
 

@@ -32,14 +32,14 @@ from sdfastgn.bench.documents import FAILED, OK, document, read_json, write_json
 from sdfastgn.bench.environment import environment
 
 NOT_STARTED = "not started"
-# A step is stopped after its budget times this number, so that a step that hangs does not block the others.
-# It is stopped earlier if the time of the whole call (``--budget``) is up.
+# A step (one measurement) is stopped after its budget of seconds times this number, so that a step that hangs
+# does not block the others. It is stopped earlier if the time of the whole call (``--budget``) is up.
 PATIENCE = 3
 
 
 @dataclass
 class StepRow:
-    """The outcome of one step.
+    """The outcome of one step, which is a measurement in a process of its own.
 
     Attributes:
         writes: the file that the step makes, relative to the folder of the results.
@@ -147,7 +147,7 @@ def execute(arguments: Sequence[str], log: Path | None, timeout: float) -> int |
         try:
             return process.wait(timeout)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)  # also ends the program's own child processes
+            os.killpg(process.pid, signal.SIGKILL)  # the signal also ends the program's own child processes
             process.wait()
             if isinstance(error, subprocess.TimeoutExpired):
                 return None
@@ -237,7 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (reason := _reason_not_to(options)) is not None:
         print(f"renew: {reason}", file=sys.stderr)
         return 2
-    out = options.out.resolve()  # absolute, because the steps run in another folder: the checkout's
+    # The folder's path must be absolute, because the steps run in another folder, the checkout's root.
+    out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     rows = renew(STEPS, out, tiny=options.tiny, resume=options.resume, budget=options.budget)
     if options.archive is not None:

@@ -1,4 +1,4 @@
-"""What several of the measurements in this folder use: fresh processes, freed memory, calls, written rows."""
+"""Functions that several measurements share: they start processes, free memory, time calls, write rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Calls:
-    """Several calls of a function.
+    """The result, the times and the memory of several calls of a function.
 
     Attributes:
         result: what the last call returned; None if a call failed.
@@ -67,7 +67,7 @@ def call_times(call: Callable[[], Any], count: int, device: torch.device) -> Cal
         for _ in range(count):
             took, result = timing.time_once(call, device)
             seconds.append(took)
-    except Exception as error:  # without memory, cuDNN and cuBLAS raise other errors than OutOfMemoryError
+    except Exception as error:  # with too little memory, cuDNN and cuBLAS raise errors of other classes too
         return Calls(reason=one_line(error))
     if not on_gpu:
         return Calls(result, seconds)

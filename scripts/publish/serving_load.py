@@ -123,11 +123,11 @@ def _is_ready(url: str) -> bool:
 
 @dataclass(frozen=True)
 class Load:
-    """What clients have seen.
+    """The times and failures of all clients' requests to a server.
 
     Attributes:
         taken: seconds of each request that got an image.
-        seconds: from the first request to the last answer.
+        seconds: time from the first request to the last answer.
         lost: for each request that got no image, the reason.
     """
 
@@ -136,7 +136,10 @@ class Load:
     lost: list[str] = field(default_factory=list)
 
     def figures(self) -> dict[str, Any]:
-        """Returns the fields ``requests_s``, ``p50_s`` and ``p99_s`` of a row."""
+        """Returns requests per second, and the median and 99th percentile of the seconds of a request.
+
+        The keys are the names of these fields in a row.
+        """
         p50, p99 = np.percentile(self.taken, (50, 99))
         return {"requests_s": len(self.taken) / self.seconds, "p50_s": float(p50), "p99_s": float(p99)}
 
@@ -148,7 +151,7 @@ async def load(url: str, body: dict[str, Any], clients: int, seeds: Iterable[int
         left, taken, lost = iter(seeds), [], []
 
         async def ask() -> None:
-            for seed in left:  # shared by all clients, so each seed is asked for once
+            for seed in left:  # all clients share this iterator, so each seed is asked for once
                 start = time.perf_counter()
                 try:
                     (await client.post("/images", json={**body, "seed": seed})).raise_for_status()
@@ -163,7 +166,7 @@ async def load(url: str, body: dict[str, Any], clients: int, seeds: Iterable[int
 
 
 def body_of(config: BenchConfig) -> dict[str, Any]:
-    """Returns a request without a seed."""
+    """Returns the JSON of a request for an image, without a seed."""
     size = {"width": config.size, "height": config.size}
     return {"prompt": config.prompt, **size, "steps": config.steps, "guidance": config.guidance}
 

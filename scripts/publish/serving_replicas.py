@@ -1,10 +1,10 @@
-"""Measure the example server on Ray with one replica and with several, and while one of them dies.
+"""Measure the example server on Ray with one replica, with several, and while a replica is killed.
 
 python -m scripts.publish.serving_replicas --model sd15 --json benchmarks/by_hand/serving_replicas.json
 
 The server is docs/examples/ray_serve.py with random weights, on as many GPUs as replicas. It needs Ray:
 ``pip install ".[serve]"``. Each client sends its next request as soon as it has an answer. At the end one of
-several replicas is killed while clients ask, and they go on until Ray has replaced it.
+several replicas is killed while clients send requests. The clients go on until Ray has replaced the replica.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from sdfastgn.program import OptionError, counted
 
 KIND = "serving_replicas"
 CLIENTS = (4, 16)
-# Seconds of load before the replica is killed.
+# Number of seconds in which clients send requests before a replica is killed.
 BEFORE_S = 2.0
 # Bytes of Ray's shared memory, which holds the images on their way to a client. Ray's default is 30 % of main
 # memory.
@@ -61,7 +61,8 @@ class ReplicasRow:
     Attributes:
         killed: True if one of the replicas was killed during the measurement.
         requests: number of requests.
-        requests_s, p50_s, p99_s: as in ``serving_load.LoadRow``.
+        requests_s: answers per second that all clients together got.
+        p50_s, p99_s: median and 99th percentile of the seconds from a request to its complete image.
         lost: number of requests that got no image.
         back_s: seconds until all replicas ran again after the kill; None without a kill.
     """
@@ -102,10 +103,10 @@ def ray_started(config: BenchConfig, replicas: int) -> Iterator[str]:
     from ray import serve
 
     sys.path.insert(0, str(EXAMPLES))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would need the network
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # usage statistics would need the network
     ray.init(
-        address="local",  # not one that runs already
-        num_cpus=replicas,  # each replica takes one
+        address="local",  # a new Ray is started, even if one runs already
+        num_cpus=replicas,  # each replica takes one CPU
         num_gpus=replicas if config.torch_device.type == "cuda" else 0,
         object_store_memory=SHARED_MEMORY,
         include_dashboard=False,
@@ -134,13 +135,13 @@ def deploy(config: BenchConfig, folder: str, replicas: int) -> None:
         min_replicas=replicas,
         max_replicas=replicas,
     )
-    serve.delete("default")  # the replicas of the last call
+    serve.delete("default")  # this ends the replicas that an earlier call of the function has started
     serve.run(example.application(settings))
     _until(lambda: running() == replicas)
 
 
 def running() -> int:
-    """Returns how many replicas take requests, in Ray's view."""
+    """Returns the number of replicas that take requests, according to Ray."""
     from ray import serve
 
     states = serve.status().applications["default"].deployments["Painter"].replica_states
@@ -148,7 +149,7 @@ def running() -> int:
 
 
 def process() -> int:
-    """Returns the id of a replica's process."""
+    """Returns the process id of one of the replicas."""
     own = psutil.Process().children(recursive=True)
     return next(each.pid for each in own if "ServeReplica:default:Painter" in " ".join(each.cmdline()))
 
@@ -162,7 +163,7 @@ def _until(is_so: Callable[[], bool]) -> None:
 
 
 def killed(url: str, body: dict[str, Any], replicas: int, clients: int) -> ReplicasRow:
-    """Kills a replica under load. The load ends when all replicas run again."""
+    """Kills a replica while clients send requests. The clients stop when all replicas run again."""
     is_back = False
     seeds = itertools.takewhile(lambda _: not is_back, itertools.count())
     with ThreadPoolExecutor(1) as thread:
@@ -191,7 +192,7 @@ def rows(config: BenchConfig, replicas: int, requests: int) -> Iterator[Replicas
     body = body_of(config)
     with tempfile.TemporaryDirectory() as folder:
         stock = gate.Reference(save(config, folder))
-        release_memory()  # the first replica is on the same GPU
+        release_memory()  # the first replica needs the memory, because it runs on the same GPU
         with ray_started(config, replicas) as url:
             for count in dict.fromkeys((1, replicas)):
                 deploy(config, folder, count)
@@ -200,7 +201,7 @@ def rows(config: BenchConfig, replicas: int, requests: int) -> Iterator[Replicas
                     return
                 for clients in CLIENTS:
                     yield _row(count, clients, asyncio.run(load(url, body, clients, range(requests))))
-            if replicas > 1:  # the others answer meanwhile
+            if replicas > 1:  # the other replicas answer while the killed one is replaced
                 yield killed(url, body, replicas, max(CLIENTS))
 
 

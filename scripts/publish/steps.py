@@ -1,4 +1,4 @@
-"""The measurements that can be repeated by one command. Each is called a step: an entry of ``STEPS``.
+"""The measurements that one command can repeat. Each measurement is called a step: an entry of ``STEPS``.
 
 ``scripts.publish.renew`` runs the steps. All together take at most ``MOST_SECONDS`` on one GPU. A new table
 needs a step here (or results in ``benchmarks/by_hand``), a function in ``scripts.publish.pages.TABLES`` and a

@@ -109,7 +109,7 @@ def timed(vae: Any, z: Tensor, tile: int | None) -> tuple[Tensor, float, float |
 
 
 def measured(model: str, size: int, dtype: torch.dtype, device: torch.device) -> Iterator[DecodeRow]:
-    """Decodes the same latents stock and optimized, in tiles and without, as ``WAYS`` says.
+    """Decodes the same latents stock and optimized, in tiles and without tiles (``WAYS`` lists the decodes).
 
     Yields the row of each decode as soon as it is measured.
     """

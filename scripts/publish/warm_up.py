@@ -8,9 +8,10 @@ image includes ``optimize``. PyTorch's switches keep their defaults, so cuDNN do
 Triton cache that the second run has filled. With ``--archive`` there is a fourth one: sdfastgn with an empty
 Triton cache and an archive of compiled kernels, as ``sdfastgn-compiled`` has.
 
-All runs find the packages' bytecode, as after ``pip install``, and start without garbage. Some machines write
-no bytecode (``PYTHONDONTWRITEBYTECODE``), and a collection of what the imports have left takes half a second.
-Before them stock runs once without a row: on a fresh machine this reads the libraries from disk.
+Two things would disturb the times. Some machines write no bytecode (``PYTHONDONTWRITEBYTECODE``), so the
+packages' bytecode is written before all runs, as ``pip install`` does. The garbage of the imports takes half
+a second to collect, so it is collected before the clock starts. Before the three runs stock runs once without
+a row: on a fresh machine this reads the libraries from disk.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ STEPS_AT_NEW_SIZE = 4
 # The runs in their order: (name of the row, True if the pipeline is optimized). They share the folder of
 # Triton's cache, which is empty at the start. The second run fills it for the third.
 WAYS = (("eager", False), ("sdfastgn, cold cache", True), ("sdfastgn, warm cache", True))
-# The name of the row of the run with an archive, which begins with a separate, empty cache.
+# The name of the row of the run with an archive of compiled kernels. This run begins with a Triton cache of
+# its own, which is empty.
 WITH_ARCHIVE = "sdfastgn, cold cache, compiled kernels"
 
 
@@ -114,7 +116,7 @@ def write_bytecode() -> None:
 
 
 def run(config: BenchConfig, new_size: int, archive: Path | None = None) -> list[WaitRow]:
-    """Makes all runs of ``WAYS``, each in a new process, and one with ``archive`` if it is not None.
+    """Makes the runs that ``WAYS`` lists, each in a new process, and one with ``archive`` if it is given.
 
     Returns a row for each run. A row has no times if its last image is wrong: not finite, or too different
     from stock's image.

@@ -1,1 +1,1 @@
-"""Measures on a user's machine: the code that ``sdfastgn bench``, ``kernels`` and ``report`` run."""
+"""The code behind ``sdfastgn bench``, ``kernels`` and ``report``: it times models and shows the results."""

@@ -1,4 +1,4 @@
-"""Reads and writes the JSON file of a run. The files of all kinds of runs have the same format."""
+"""Reads and writes the JSON files of benchmark runs. All kinds of runs have the same file format."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from sdfastgn.program import OptionError, writing
 
 # Version of the JSON format. A new version only adds fields, so the same code reads all versions.
 # Version 2 added the errors of pipelines against fp32, and the scheduler, prompt and guidance of a config.
-# Version 3 added the 99th percentile, the time of a pipeline's graphs, reserved memory, and the kind "sweep".
-# Version 4 added the frames and the width of a video.
-# Version 5 added the errors of rows against fp32.
+# Version 3 added the 99th percentile of times, the time of a pipeline's CUDA graphs, and reserved memory. It
+# also added the kind "sweep", which is a run over several batch sizes or numbers of steps.
+# Version 4 added the number of frames and the width of a video.
+# Version 5 added the errors of single positions of an output against fp32.
 SCHEMA = 5
-# Name -> type of the fields that a run has in every version of the format.
+# The fields that a run's JSON has in every version of the format: name -> type.
 _TYPES = {"kind": str, "environment": dict, "config": dict, "rows": list}
 # The values of a row's ``status``, which says how the row's measurement ended.
 OK, UNAVAILABLE, FAILED, WRONG = "ok", "unavailable", "failed", "wrong output"
@@ -26,7 +27,7 @@ OK, UNAVAILABLE, FAILED, WRONG = "ok", "unavailable", "failed", "wrong output"
 def document(
     kind: str, environment: dict[str, Any], config: dict[str, Any], rows: Iterable[Any]
 ) -> dict[str, Any]:
-    """Return a run as a dict that JSON can hold.
+    """Return the results of a benchmark run as a dict for JSON.
 
     Args:
         kind: the kind of the rows, such as ``"end_to_end"``. It decides which tables show the rows.
@@ -89,7 +90,7 @@ def checked(path: Path, content: Any) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write ``content`` as JSON. Each row, and each setting, has its own line.
+    """Write ``content`` as JSON to the file ``path``. Each row and each setting has a line of its own.
 
     Raises ValueError if ``content`` has NaN or infinity, and OptionError if the file cannot be written.
     """

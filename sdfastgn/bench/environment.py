@@ -42,14 +42,15 @@ def _output_of(*command: str) -> str | None:
 
 
 def _git() -> dict[str, Any]:
-    # If newer code was copied over an older checkout, git names the wrong commit. Then the user sets
-    # SDFASTGN_COMMIT to the right one.
+    # If newer code was copied over an older checkout, git names the wrong commit. Then the user sets the
+    # environment variable SDFASTGN_COMMIT to the right commit.
     if os.environ.get("SDFASTGN_COMMIT"):
         return {"commit": os.environ["SDFASTGN_COMMIT"], "dirty": None}
     # git refuses a checkout that belongs to another user, as in a container, unless safe.directory names it.
     git = ("git", "-c", f"safe.directory={PACKAGE_ROOT.parent}")
     commit = _output_of(*git, "rev-parse", "HEAD")
-    # Uncommitted changes make a result "dirty" only if they are in the folders whose code measures.
+    # A result is marked as dirty only if the package or the scripts have uncommitted changes, because only
+    # their code makes measurements.
     code = (str(PACKAGE_ROOT), str(PACKAGE_ROOT.parent / "scripts"))
     changes = _output_of(*git, "status", "--porcelain", "--", *code)
     return {"commit": commit, "dirty": None if commit is None else bool(changes)}
@@ -96,7 +97,7 @@ def kernels_reason(device: torch.device) -> str | None:
         return reason
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the warning's reason is returned
+            warnings.simplefilter("ignore")  # this function returns the reason that a warning would give
             sdfastgn.group_norm(torch.ones(1, 32, 4, 4, device=device), 32)
     except Exception as error:  # another process may use all memory of the GPU, for instance
         return one_line(error)

@@ -1,7 +1,8 @@
 """The correctness gate: a variant is only timed if its output is close enough to stock eager's output.
 
-Stock eager is the model without sdfastgn and without torch.compile. An output is a tensor, an array of
-images, or for a training step a dict of gradients by parameter name.
+A variant is a way to run a model, such as with torch.compile. Stock eager is the model without sdfastgn and
+without torch.compile. An output is a tensor, an array of images, or for a training step a dict of gradients
+by parameter name.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ TF32_BOUND = 1e-2
 # Minimum PSNR in dB of a pipeline's images against stock eager's images, by dtype.
 # These bounds are low because denoising steps with guidance amplify rounding errors.
 PSNR_BOUNDS = {"fp16": 30.0, "bf16": 25.0, "fp32": 40.0}
-# Maximum ratio of the error of a variant's gradients to the error of stock eager's gradients. Both errors are
-# against fp32 gradients. A variant's gradients are not compared with stock eager's gradients, because stock
-# eager's gradients have large errors themselves.
+# Maximum ratio of the error of a variant's gradients to the error of the gradients of stock eager (the model
+# without sdfastgn and torch.compile). Both errors are against fp32 gradients. A variant's gradients are not
+# compared with stock eager's gradients, because stock eager's gradients have large errors themselves.
 GRADIENT_FACTOR = 1.05
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Stock eager's output. The outputs of all variants are compared with it.
+    """The output of stock eager (the unchanged model), with which the outputs of all variants are compared.
 
     Attributes:
         output: the output of the first call.
@@ -56,11 +57,14 @@ class Reference:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A variant's errors. ``reason``: why the gate rejects the variant; empty if the gate accepts it.
+    """The errors of a variant (a way to run a model), and whether the correctness gate accepts them.
+
+    ``reason``: why the gate rejects the variant; empty if the gate accepts it.
 
     ``error`` and ``psnr_db`` compare the variant's output with stock eager's output. The fields ``fp32_...``
-    compare it with stock's output in fp32. They are NaN or None if this output was not computed. ``rows``:
-    ``images.row_errors`` of a network's output against fp32.
+    compare it with stock's output in fp32. They are NaN or None if this output was not computed. ``rows``: of
+    the relative errors against fp32 at single positions of a network's output, the median and the 95th
+    percentile.
     """
 
     error: float
@@ -118,7 +122,7 @@ def problem(config: BenchConfig, output: Any) -> str:
 def judge(config: BenchConfig, output: Any, stock: Reference, slack: float = 1.0) -> Judgement:
     """Compare a variant's ``output`` with stock's. An output with NaN or infinity is never accepted.
 
-    ``slack``: the error may exceed the bound by this factor. It does not matter for training steps.
+    ``slack``: the error may exceed the bound by this factor. Training steps ignore this factor.
     """
     ours, theirs = tensors(output), tensors(stock.output)
     for name in {**theirs, **ours}:
@@ -155,7 +159,7 @@ def _reason(
         bound = slack * _error_bound(config)
         return "" if error <= bound else f"relative error {error:.3g} is above {bound:g}"
     # In fp32 stock's error may be almost zero, and then 1.05 times this error is too strict a bound. So any
-    # error up to a fixed bound is accepted as well.
+    # relative error up to 1e-3 is accepted as well.
     least = ERROR_BOUNDS["fp32"] if config.dtype == "fp32" else 0.0
     bound = max(GRADIENT_FACTOR * stock_fp32_error, least)
     text = f"the gradients' relative error {fp32_error:.3g} against fp32 is above {bound:.3g}"

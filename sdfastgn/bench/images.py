@@ -68,7 +68,8 @@ def relative_error(a: Tensor | Mapping[str, Tensor], b: Tensor | Mapping[str, Te
     """
     ours, theirs = ({"": each} if isinstance(each, Tensor) else each for each in (a, b))
     difference = norm = 0.0
-    for name, expected in theirs.items():  # one tensor at a time: SDXL's gradients have 2.6 billion values
+    # Only one tensor at a time is converted to fp64, because SDXL's gradients have 2.6 billion values.
+    for name, expected in theirs.items():
         found = ours[name]
         if found.shape != expected.shape:
             raise ValueError(
@@ -81,10 +82,10 @@ def relative_error(a: Tensor | Mapping[str, Tensor], b: Tensor | Mapping[str, Te
 
 
 def row_errors(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """The median and the 95th percentile of the relative errors of the rows of ``a``.
+    """The median and the 95th percentile of the relative errors of the rows of ``a`` against those of ``b``.
 
-    A row has all channels at one position: a row of the last axis, or of axis 1 in images and videos
-    (N, C, ..., H, W). Its error is ||a - b|| / ||b||. NaN if a value is NaN.
+    A row is the vector of all channels at one position. The channels are the last axis, or axis 1 in images
+    and videos (N, C, ..., H, W). A row's error is ||a - b|| / ||b||. Both results are NaN if a value is NaN.
 
     Raises ValueError if the shapes differ.
     """

@@ -14,7 +14,7 @@ from pathlib import Path
 import sdfastgn.kernels
 
 CONVOLUTION, GEMM, ATTENTION = "convolution", "GEMM", "attention"
-# "pointwise" includes reductions and concatenations, "layout copies" includes changes of dtype.
+# The category "pointwise" includes reductions and concatenations. "layout copies" includes changes of dtype.
 NORMALIZATION, POINTWISE, COPIES, OTHER = "normalization", "pointwise", "layout copies", "other"
 GAPS = "launch gaps"
 # Categories that no fusion removes. If all norms, pointwise kernels and copies were fused into kernels of
@@ -118,7 +118,7 @@ def _first_match(rules: _Rules, name: str) -> str | None:
 
 @functools.cache
 def kernels_of_the_package() -> dict[str, str | None]:
-    """Return {name of a Triton kernel of sdfastgn: its category, or None if ``_OWN_FILES`` has none}.
+    """Return {name of a Triton kernel of sdfastgn: its category, or None if no category is known}.
 
     The dict is empty if Triton is not installed.
     """
@@ -142,7 +142,7 @@ def operator_category(op_name: str) -> str | None:
 
 @functools.cache
 def category(kernel_name: str, op_name: str = "") -> str:
-    """The category of one kernel, one of ``CATEGORIES``.
+    """The category of one kernel: an entry of ``CATEGORIES``.
 
     The kernel's name decides for kernels of sdfastgn, for Inductor's kernels and for copies. For any other
     kernel the operator that launched it decides, because an operator's name is less ambiguous. If no rule
@@ -150,7 +150,7 @@ def category(kernel_name: str, op_name: str = "") -> str:
     decides.
 
     Args:
-        kernel_name: as in the profiler; empty for an operator on the CPU.
+        kernel_name: the kernel's name in the profiler; empty for an operator on the CPU.
         op_name: the operator that launched the kernel; empty if it is not known.
     """
     return (

@@ -56,7 +56,8 @@ def write_page(path: Path, results: Sequence[Result]) -> None:
     cases = []
     for title in dict.fromkeys(title for each in found for title in each):
         part = _by_variant([(i, row) for i, each in enumerate(found) for row in each.get(title, [])])
-        # If several runs have rows with this title, the page shows the run's name beside each row.
+        # If several runs have measured the same call, the page shows the run's name beside each of their
+        # rows.
         names = [f" ({result.name})" * (len({i for i, _ in part}) > 1) for result in results]
         bars, stacks = list(_bars(part, names)), list(_stacks(part, names))
         images = [figure for result in results for figure in result.figures.get(title, [])]
@@ -124,7 +125,8 @@ def figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tuple
     """
     of_variant = {row.variant: row for row in rows}
     names = {"eager": f"stock {rows[0].dtype}"}
-    # Of the variants of sdfastgn the page shows the first one in the model's dtype, and FP8.
+    # Of the variants that use sdfastgn, the page shows two: the first variant in the model's dtype, and the
+    # FP8 variant.
     ours = next((name for name in VARIANTS if is_ours(name) and name != FP8 and name in images), None)
     if ours is not None:
         names[ours] = f"optimized {rows[0].dtype}"

@@ -1,6 +1,6 @@
 """Benchmarks that other projects publish: their settings and their numbers. This file does not import torch.
 
-``Preset.source`` is the URL of a preset's numbers. A case has no numbers if none are published there.
+``Preset.source`` is the URL of a preset's numbers. A case has no numbers if none are published at this URL.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement of a preset.
+    """One measurement of a benchmark that another project publishes.
 
     Attributes:
         settings: name of a field of BenchConfig -> its value.

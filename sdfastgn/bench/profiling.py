@@ -2,10 +2,11 @@
 
 On a GPU a breakdown takes two kinds of recordings with PyTorch's profiler.
 
-1. The plain call, with operators and kernels. It shows which operator launches the kernels of each name.
-2. Only kernels: of the CUDA graph's replay if the call could be captured, else of the plain call. The times
-   come from this recording. It has no operators, because recording them would slow the CPU, and because a
-   replay runs none.
+1. The plain call is recorded with operators and kernels. This recording shows which operator launches the
+   kernels of each name.
+2. A replay of the call's CUDA graph is recorded, with kernels only. If the call could not be captured, the
+   plain call is recorded instead. The times come from this recording. It has no operators, because recording
+   operators would slow the CPU, and because a replay runs none.
 
 ``kernel_categories.category`` finds a kernel's category from its name and its operator. If the first
 recording has no kernel of this name, the name alone decides.
@@ -61,7 +62,8 @@ class Breakdown:
     """How the time of one call is divided among the categories of kernels, in milliseconds.
 
     Attributes:
-        source: what was recorded: ``REPLAY`` (of a CUDA graph), ``CALL`` or ``CPU`` (the call's operators).
+        source: what was recorded: ``REPLAY`` (a replay of a CUDA graph), ``CALL`` (a plain call) or ``CPU``
+            (the operators of a call on the CPU).
         categories: name of a category -> its time. The names are ``CATEGORIES`` and ``"launch gaps"``. The
             times add up to ``total_ms``.
         total_ms: time from the start of the first kernel to the end of the last kernel, in the recording.
@@ -150,10 +152,11 @@ def shares_by_name(events: Iterable[Any]) -> Shares:
 
 
 def _breakdown(parts: Sequence[dict[str, Any]], events: Sequence[Any], **values: Any) -> Breakdown:
-    """Make a breakdown from ``events`` and ``parts``, their entries (results of ``_entry``).
+    """Make a breakdown of a call from its ``events`` and ``parts``.
 
-    An event has several parts if its time counts for several categories. ``values``: the fields of Breakdown
-    that cannot be computed from parts and events.
+    ``parts``: the entries of the events (results of ``_entry``). An event has several entries if its time
+    counts for several categories. ``values``: the fields of Breakdown that cannot be computed from parts and
+    events.
     """
     times = [event.time_range for event in events]
     total_ms = (max(time.end for time in times) - min(time.start for time in times)) / 1e3

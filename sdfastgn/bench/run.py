@@ -1,6 +1,7 @@
-"""Measures variants on a workload: first checks that the output is right, then measures times and memory.
+"""Measures variants (ways to run a model): checks that the output is right, then measures times and memory.
 
 A variant that cannot run, raises an error or has a wrong output gets a row with a reason and without times.
+What is run is a workload: a model, and a function that calls it.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ from sdfastgn.kernels.common.failures import one_line
 
 # Number of timed replays of each CUDA graph of a pipeline. Few are enough, because replays vary little.
 GRAPH_REPEATS = 20
-# A variant is called until ``Variant.is_ready`` returns True, but at most this number of times. Then it is
-# called once more, and this output is compared with stock's.
+# Maximum number of calls of a model before the call whose output is compared with stock's output. These calls
+# end as soon as ``Variant.is_ready`` returns True: FP8 first has to learn its scales.
 _MOST_FIRST_CALLS = 64
-# Number of calls of eager that are timed after each variant, to see whether the machine's speed has changed.
+# After each variant, this number of calls of the unchanged model (eager) is timed, to see whether the
+# machine's speed has changed.
 EAGER_REPEATS = 3
 
 
 @dataclass
 class Row:
-    """The result of one variant on one part. Times are None unless ``status`` is ``"ok"``.
+    """The result of one variant (way to run a model) on one part, such as a UNet step or a VAE decode.
+
+    Times are None unless ``status`` is ``"ok"``.
 
     Attributes:
         note: what the variant did to the model.
@@ -144,7 +148,7 @@ def _reference(config: BenchConfig, workload: Workload, images: dict[str, Any]) 
             error = relative_error(gate.tensors(output), gate.tensors(fp32))
             stock = replace(stock, fp32=fp32, fp32_error=error)
         return stock
-    except Exception as error:  # for instance too little memory
+    except Exception as error:  # for instance, there is too little memory
         return Reference(status=FAILED, reason=f"stock eager fails: {one_line(error)}")
     finally:
         _free(config.torch_device)
@@ -153,9 +157,9 @@ def _reference(config: BenchConfig, workload: Workload, images: dict[str, Any]) 
 def _stock(
     config: BenchConfig, workload: Workload | None, images: dict[str, Any]
 ) -> tuple[Workload, Reference]:
-    """Return (workload, stock's output). Builds the workload if ``workload`` is None.
+    """Return (workload, stock's output). Builds the workload (a model and its call) if ``workload`` is None.
 
-    If there is too little memory to build it, the Reference has the status FAILED and no output.
+    If there is too little memory to build the model, the Reference has the status FAILED and no output.
     """
     try:
         workload = workload or build_workload(config)
@@ -220,7 +224,10 @@ def _profile(row: Row, config: BenchConfig, call: Callable[[], Any], replay: Any
 
 
 def _call_when_ready(variant: Variant, workload: Workload) -> Any:
-    """Call the workload until ``variant`` is ready for a comparison, then once more. Returns this output."""
+    """Call the workload until ``variant`` is ready for a comparison, then once more.
+
+    Returns the output of the last call.
+    """
     for _ in range(_MOST_FIRST_CALLS):
         if variant.is_ready(workload.target):
             break
@@ -236,7 +243,7 @@ def _measure(
     stock: Reference,
     meeting: Meeting,
 ) -> None:
-    """Set the row's errors. If the gate accepts them, set the row's times and memory too."""
+    """Set the row's errors. If the correctness gate accepts them, set the row's times and memory too."""
     device = config.torch_device
     with contextlib.ExitStack() as stack:
         context = prepared(variant, workload.target, config.part)
@@ -310,7 +317,7 @@ def run(
     on_row: Callable[[Row], object] = lambda row: None,
     images: dict[str, Any] | None = None,
 ) -> list[Row]:
-    """Measure ``variants`` on one workload, all with the same global switches.
+    """Measure ``variants`` (ways to run a model) on one workload, all with the same global switches.
 
     Args:
         config: the part of the model, its size and so on.
@@ -330,7 +337,7 @@ def run(
         timing.spin_up(device)
         workload, stock = _stock(config, workload, {} if images is None else images)
         rows = []
-        eager: float | None = None  # latest median of eager's times, in ms
+        eager: float | None = None  # the latest median of eager's times, in ms
         for variant in variants:
             on_variant(f"{config.part}: {variant.name}")
             meeting = Meeting()
@@ -342,7 +349,8 @@ def run(
                 # Without CUDA graphs a call's time depends on how fast the CPU launches kernels, and a shared
                 # CPU's speed may change by a factor of two within minutes. So eager is timed again after each
                 # variant, and the speed-up uses eager's times just before and just after the variant.
-                # Not with profiles: after the profiler has recorded something, eager's calls take longer.
+                # In runs with profiles eager is not timed again: after the profiler has recorded something,
+                # eager's calls take longer.
                 repeats = min(config.repeats, EAGER_REPEATS)
                 again = timing.time_callable(workload.call, device, repeats=repeats, warmup=1).median_ms
                 row.eager_ms, eager = [eager, again], again
@@ -363,7 +371,7 @@ def tries_algorithms(config: BenchConfig) -> bool:
 
 
 def describe(configs: Sequence[BenchConfig]) -> dict[str, Any]:
-    """Returns the configs as a dict for JSON, each with the text of its correctness gate."""
+    """Returns the configs as a dict for JSON. Each config also says, in words, which errors are accepted."""
     return {
         "parts": [
             {**asdict(each), "gate": gate.gate_text(each), "cudnn_benchmark": tries_algorithms(each)}
@@ -373,7 +381,10 @@ def describe(configs: Sequence[BenchConfig]) -> dict[str, Any]:
 
 
 def current_environment(device: torch.device, configs: Sequence[BenchConfig] = ()) -> dict[str, Any]:
-    """Returns ``environment(device)`` with the global switches that ``run`` sets for ``configs[0]``."""
+    """Returns a dict for JSON: the machine, the versions, and PyTorch's global switches during the run.
+
+    The switches are those that ``run`` sets for ``configs[0]``.
+    """
     tries = not configs or tries_algorithms(configs[0])
     with timing.global_switches(cudnn_benchmark=tries) as switches:
         return environment(device, switches)

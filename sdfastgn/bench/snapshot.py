@@ -1,4 +1,4 @@
-"""Remembers the state of a model before a variant changes it, and restores it."""
+"""Remembers the state of a model before a benchmark changes it, as torch.compile does, and restores it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# Attributes of a module that are dicts. Variants change these dicts in place, so their entries are copied
-# too.
+# Attributes of a module that are dicts. The benchmark's variants (ways to run a model) change these dicts in
+# place, so a snapshot also copies the entries of the dicts.
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 
 
@@ -22,8 +22,8 @@ def modules_of(target: Any) -> dict[str, nn.Module]:
 class Snapshot:
     """Remembers the classes, attributes, hooks and tensor strides of a model or pipeline.
 
-    A snapshot copies no tensor, so it cannot restore values of weights: variants must not change them. It can
-    restore the memory format of weights.
+    A snapshot copies no tensor. So it cannot restore the values of weights, and no variant of the benchmark
+    may change them. It can restore the memory format of weights.
     """
 
     def __init__(self, target: object) -> None:

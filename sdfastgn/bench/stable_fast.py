@@ -1,4 +1,4 @@
-"""Runs stable-fast, a competitor, and prevents its side effects on other variants."""
+"""Runs stable-fast, a competitor, and prevents its side effects on other measurements."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 def reason(device: torch.device) -> str | None:
     """Why stable-fast cannot run on ``device``; None if it can."""
-    # Imported here because it imports torch: the command line's help imports this file, and must not wait for
-    # torch.
+    # This module is imported only here, because it imports torch. The command line's help imports the present
+    # file, and must not wait for torch.
     from sdfastgn.bench.environment import cuda_package_reason
 
     # The check does not import sfast: without its C++ extension the import raises an error.

@@ -113,7 +113,8 @@ def time_once(fn: Callable[[], T], device: torch.device) -> tuple[float, T]:
 def time_callable(fn: Callable[[], object], device: torch.device, *, repeats: int, warmup: int = 2) -> Timing:
     """Time ``repeats`` calls of ``fn``, after ``warmup`` calls that are not timed."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # otherwise ``reserved_mib`` would count memory of earlier calls
+        # Unused memory is given back first. Otherwise ``reserved_mib`` would count memory of earlier calls.
+        torch.cuda.empty_cache()
     for _ in range(warmup):
         fn()
     if device.type != "cuda":
@@ -175,7 +176,10 @@ def capture_graph(fn: Callable[[], T], *, warmup: int = 3) -> tuple[Callable[[],
 
 
 def cold_sets(bytes_a_call: int) -> int:
-    """Number of input sets for a measurement with a cold L2, if one call moves ``bytes_a_call`` bytes."""
+    """Number of copies of the inputs that a measurement with a cold L2 needs.
+
+    ``bytes_a_call``: number of bytes that one call reads and writes.
+    """
     return max(2, min(MAX_COLD_SETS, -(-COLD_BYTES // max(1, bytes_a_call))))
 
 

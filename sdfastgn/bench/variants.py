@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # the command line's help lists the variants, and must not wa
     import torch
     from torch import nn
 
-# The parts of a pipeline that can be timed.
+# What can be timed of a model with a UNet: a UNet step, a VAE decode, the whole pipeline, a training step.
 PARTS = ("unet", "vae", "pipeline", "train")
-# These parts, and a transformer.
+# Everything that can be timed: the entries of ``PARTS``, and a step of a transformer.
 EVERY_PART = (*PARTS, "transformer")
 # Names of the components of a pipeline that torch.compile compiles, and that the variant "channels_last"
 # converts. "" stands for a module that is timed without a pipeline.
@@ -69,7 +69,10 @@ class Variant:
 
 @contextlib.contextmanager
 def prepared(variant: Variant, target: Any, part: str) -> Iterator[None]:
-    """A context in which ``target`` runs as ``variant`` says. At its end ``target`` is stock again."""
+    """A context in which the model or pipeline ``target`` runs in the way of ``variant``.
+
+    At its end ``target`` is stock (unchanged) again.
+    """
     from sdfastgn.bench.snapshot import Snapshot
 
     with contextlib.ExitStack() as undo:
@@ -95,7 +98,8 @@ def _eager(target: Any, part: str, undo: contextlib.ExitStack) -> None:
 def _channels_last(target: Any, part: str, undo: contextlib.ExitStack) -> None:
     import torch
 
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}  # for 2-d and 3-d convolutions
+    # Number of dimensions of a tensor -> its memory format, for the weights of 2-d and 3-d convolutions.
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     for module in _timed_modules(target):
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.dim() in formats:
@@ -143,8 +147,8 @@ def _fp8_reason(device: torch.device) -> str | None:
 def _knows_scales(target: Any) -> bool:
     """True if no matrix product of ``target`` still learns the FP8 scale of its input.
 
-    A product learns during its first calls, and computes in the model's dtype then. So until it knows its
-    scale, a call shows neither the output nor the time of FP8.
+    A matrix product learns the scale during its first calls, and still computes in the model's dtype in these
+    calls. So such a call shows neither the output nor the time of FP8.
     """
     import sdfastgn
 
@@ -164,7 +168,10 @@ def _describe_sdfastgn(target: Any) -> str:
 
 
 def _describe_plans(report: Any) -> str:
-    """What ran as plans, as the end of a list; empty for a model without plans."""
+    """Says how many plans (traced and rewritten forwards) ``report`` has, or why it has none.
+
+    The text is the end of a list. It is empty for a model that gets no plans.
+    """
     planned = [each for each in report.plans if each.is_on]
     plans = sum(each.plans for each in planned)
     if plans:
@@ -196,7 +203,10 @@ def _compiled(target: Any, part: str, undo: contextlib.ExitStack, mode: str | No
 
 
 def _compiled_blocks(target: Any, part: str, undo: contextlib.ExitStack) -> None:
-    """Compiles one block of each kind that repeats, as diffusers recommends: this takes seconds."""
+    """Compiles the repeated blocks separately, as diffusers recommends.
+
+    Blocks of the same class share compiled code, so this takes only seconds.
+    """
     from torch import nn
 
     dynamo = importlib.import_module("torch._dynamo")
@@ -207,7 +217,8 @@ def _compiled_blocks(target: Any, part: str, undo: contextlib.ExitStack) -> None
         if getattr(module, "_repeated_blocks", None):
             module.compile_repeated_blocks()
             continue
-        # For example, diffusers does not list the repeated blocks of SD3's transformer.
+        # diffusers does not list the repeated blocks of some models, such as SD3's transformer. Then all
+        # blocks in the model's module lists are compiled.
         lists = [each for each in module.children() if isinstance(each, nn.ModuleList)]
         if not any(map(len, lists)):
             raise RuntimeError(f"a {type(module).__name__} has no repeated blocks")
@@ -235,7 +246,7 @@ def _stable_fast(target: Any, part: str, undo: contextlib.ExitStack) -> None:
     stable_fast.compile_target(target, part)
 
 
-# Name of the variant in FP8.
+# Name of the variant in which sdfastgn computes matrix products in FP8.
 FP8 = "sdfastgn_fp8"
 # On a GPU, a UNet step or VAE decode of each variant is also timed as one CUDA graph, unless the variant
 # replays graphs itself.
@@ -260,7 +271,7 @@ _EVERY = (
         replays_graph=True,
         graphs_stand_alone=True,
         is_ready=_knows_scales,
-        slack=8.0,  # a step of SDXL with random weights has an error of 0.096 on an H100
+        slack=8.0,  # a UNet step of SDXL with random weights has a relative error of 0.096 on an H100
     ),
     Variant(
         "sdfastgn_no_plans",

@@ -42,11 +42,12 @@ class BenchConfig:
         part: ``"unet"`` (one step), ``"vae"`` (one decode), ``"pipeline"`` (text encoder, ``steps``
             steps, decode) or ``"train"`` (forward and backward of the UNet).
         size: pixels along a side of the square image, or the height of a video's frames.
-        batch: batch size of the UNet or the VAE (in videos for a video model), or images per call of a
-            pipeline. For a transformer with saved weights, too: one step of such a call is timed.
+        batch: batch size of the UNet or the VAE (for a video model, the number of videos). For a pipeline,
+            images per call. For a transformer with saved weights, images per call of its pipeline: one step
+            of this call is timed.
         weights: ``"random"``, a local path or a Hub id.
-        fp32_reference: also compute the output in fp32, with which outputs are then compared.
-        profile: also record where a call's time goes, after the call was timed.
+        fp32_reference: True if the output is also computed in fp32, and all outputs are compared with it.
+        profile: True if the profiler also records where a call's time goes, after the call was timed.
         scheduler: name of a scheduler class in diffusers; empty for the pipeline's own scheduler.
         preset: the entry of ``PRESETS`` that these settings come from, or empty.
         frames: frames of a video if the model is one of ``VIDEO_NETWORKS``, else None.
@@ -93,8 +94,8 @@ class Workload:
         call: runs ``target`` on fixed inputs. Returns the output of a UNet or VAE as one tensor, images
             (N, H, W, 3) in [0, 1], or the gradients of a training step by parameter name.
         fp32_output: returns the output with the same weights and inputs, computed in fp32 without TF32.
-        memory: measures a training step, and returns ``saved_mib`` and ``step_mib``, as in ``run.Row``. None
-            for other parts.
+        memory: runs a training step. Returns (MiB of the tensors that autograd keeps for the backward, peak
+            MiB of the step without model and inputs; None on the CPU). ``memory`` is None for other parts.
     """
 
     target: Any
@@ -105,7 +106,8 @@ class Workload:
 
 def load(config: BenchConfig) -> Any:
     """Return the whole pipeline: built with random weights, or loaded from ``config.weights``."""
-    # Imported here because it imports transformers, which the timing of one network does not need.
+    # This module is imported only here, because it imports transformers, which the timing of one network does
+    # not need.
     from sdfastgn.models import pipelines
 
     if config.weights == "random":
@@ -181,7 +183,10 @@ def build_video(config: BenchConfig) -> Workload:
 
 
 def _start_arguments(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """A pipeline's arguments for its start: noise as latents, or for image-to-image a random image."""
+    """The arguments of a pipeline's call with which it starts: noise as latents, or a random image.
+
+    Image-to-image pipelines get an image.
+    """
     # ``randn`` draws in fp32 and then casts to ``dtype``. So pipelines in fp16 and fp32 start from the same
     # noise.
     where = {**_random_options(config), "dtype": dtype}
@@ -194,7 +199,7 @@ def _start_arguments(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict
 
 
 def _prepare(pipe: Any, config: BenchConfig) -> None:
-    """Turn progress bars off, and give ``pipe`` the config's scheduler."""
+    """Turn progress bars off. If ``config`` names a scheduler, give it to ``pipe``."""
     pipe.set_progress_bar_config(disable=True)
     if config.scheduler:
         import diffusers
@@ -208,7 +213,7 @@ def _prepare(pipe: Any, config: BenchConfig) -> None:
 def build_pipeline(config: BenchConfig, pipe: Any = None) -> Workload:
     """The workload of a whole pipeline, from prompt to image.
 
-    ``pipe``: the pipeline, if another workload has it already. None: it is built or loaded here.
+    ``pipe``: the pipeline, if another workload has it already. If it is None, it is built or loaded here.
     """
     pipe = load(config) if pipe is None else pipe
     _prepare(pipe, config)
@@ -242,7 +247,7 @@ def build_pipeline(config: BenchConfig, pipe: Any = None) -> Workload:
 
 @contextlib.contextmanager
 def _in_fp32(pipe: Any) -> Iterator[None]:
-    """A context in which ``pipe`` is in fp32, without TF32. At its end each tensor has its dtype again."""
+    """A context in which ``pipe`` is in fp32, without TF32. At its end each tensor has its former dtype."""
     # The pipeline itself is cast to fp32 and back: a copy of SDXL would need much memory. The casts change no
     # weight, because each value of fp16 and bf16 is exact in fp32. Some layers are in fp32 from the start.
     models = [each for each in pipe.components.values() if isinstance(each, nn.Module)]
@@ -284,7 +289,7 @@ def build_transformer_pipeline(config: BenchConfig) -> Workload:
             return_dict=False,
             **options,
         )[0]
-        return images.reshape(-1, *images.shape[-3:])  # also the frames of videos
+        return images.reshape(-1, *images.shape[-3:])  # the frames of all videos become one batch
 
     def fp32_output() -> Any:
         with _in_fp32(pipe):
@@ -293,12 +298,15 @@ def build_transformer_pipeline(config: BenchConfig) -> Workload:
     return Workload(pipe, call, fp32_output)
 
 
-class _Recorded(Exception):  # noqa: N818  # ends a call of a pipeline
+class _Recorded(Exception):  # noqa: N818  # raised to end a pipeline's call early
     pass
 
 
 def build_saved_transformer(config: BenchConfig) -> Workload:
-    """A step of a saved pipeline's transformer: its first call in a call of the pipeline."""
+    """The workload of a step of a saved pipeline's transformer.
+
+    The step repeats the first call of the transformer in a call of the pipeline.
+    """
     whole = build_transformer_pipeline(config)
     transformer, inputs = whole.target.transformer, {}
 
@@ -401,7 +409,7 @@ BUILDERS: dict[str, Callable[[BenchConfig], Workload]] = {
 }
 
 
-# The same for saved pipelines with a transformer.
+# Value of ``BenchConfig.part`` -> function that builds the workload of a saved pipeline with a transformer.
 OF_TRANSFORMERS = {"transformer": build_saved_transformer, "pipeline": build_transformer_pipeline}
 
 

@@ -1,8 +1,8 @@
 """The command line: the entry point of ``sdfastgn`` and of the scripts.
 
 A new command needs a file ``sdfastgn/cli/<command>.py``, its name in ``COMMANDS``, a place in import-linter's
-layers (``pyproject.toml``), and a line in ``docs/command-line.md``. Its file imports torch inside of the
-function, so that ``--help`` answers at once.
+layers (``pyproject.toml``), and a line in ``docs/command-line.md``. The command's file imports torch only
+inside of the command's function. So ``--help`` need not wait for the import of torch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main(doc: str | None = None, command: str | Callable[..., None] = "", **defa
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             code = _run(doc, command, defaults)
-        sys.stdout.flush()  # if this fails, it must fail before the process ends, to be one line
+        sys.stdout.flush()  # an error of this write can be told in one line here, but not after the exit
         sys.exit(code)
     except BaseException as end:
         # If Ctrl-C is pressed during an import, the imported module may raise another exception instead of
@@ -90,10 +90,14 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
 
 
 def _end_without_output(error: OSError) -> NoReturn:
-    """End after an error of standard output. Errors of files are OptionErrors (``program.writing``)."""
-    # Otherwise Python would write the text that is left at the end of the process, and fail again.
+    """End the process because standard output cannot be written. Prints the reason, unless a pipe was closed.
+
+    If another file cannot be written, ``program.writing`` raises an OptionError instead.
+    """
+    # Some text is still in the buffer of standard output. Python would write it at the end of the process,
+    # and fail again. So this text is sent to the null device.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if error.errno == errno.EPIPE:  # as after ``| head -1``, which typer ends in the same way
+    if error.errno == errno.EPIPE:  # the reader has closed the pipe, as ``| head -1`` does; typer exits alike
         sys.exit(1)
     where = error.filename or "to standard output"
     print(f"{program()}: cannot write {where}: {error.strerror}", file=sys.stderr)

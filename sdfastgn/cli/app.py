@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 HELP_OPTIONS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-# Placeholder in help texts, such as "{variants}" -> function that returns the words that replace it. The
-# functions are called only when the help is shown, because some of them import torch. A command adds the
-# placeholders of its own help texts.
+# A placeholder in help texts, such as "{variants}" -> the function that returns the words that replace the
+# placeholder. The functions are called only when the help is shown, because some of them import torch. Each
+# command adds the placeholders of its own help texts.
 NAMES: dict[str, Callable[[], Iterable[str]]] = {}
 
 
@@ -29,7 +29,7 @@ def _complete_help(parameter: Any, context: Any) -> None:
         if word in text:
             text = text.replace(word, ", ".join(names()))
     value, words = parameter.get_default(context), parameter.show_default
-    if isinstance(value, bool):  # the default of a flag; scripts may set it to True (``main``)
+    if isinstance(value, bool):  # a flag's default, which a script may set to True (``main``)
         value = "on" if value else ""
     elif isinstance(value, list | tuple):
         value = ", ".join(map(str, value))

@@ -31,17 +31,18 @@ from sdfastgn.models.configurations import MODELS, TEXT_TO_IMAGE, UNETS, VAES, V
 from sdfastgn.models.saved import native_size, unet_config
 from sdfastgn.program import OptionError
 
-# Values of --model.
+# All values of the option --model of ``sdfastgn bench``.
 EVERY_MODEL = (*MODELS, *VIDEO_NETWORKS)
-# Defaults of options. ``GPU_REPEATS`` and ``CPU_REPEATS``: ``--repeats`` for each part.
-# ``GUIDED_BATCH``: ``--batch`` of a UNet step with guidance. ``STEPS``: ``--steps`` of a pipeline.
+# Defaults of options. ``GPU_REPEATS`` and ``CPU_REPEATS`` have the default of ``--repeats`` for each part.
+# ``GUIDED_BATCH`` is the default of ``--batch`` for a UNet step with guidance. ``STEPS`` is the default of
+# ``--steps`` for a pipeline.
 GPU_REPEATS = {"unet": 50, "vae": 30, "transformer": 30, "pipeline": 5, "train": 30}
 CPU_REPEATS = {"unet": 5, "vae": 5, "transformer": 5, "pipeline": 2, "train": 3}
 GUIDED_BATCH = 2
 STEPS = 30
 # Options that only a pipeline uses. For other parts they are refused.
 PIPELINE_OPTIONS = ("steps", "scheduler", "guidance", "prompt")
-# What is timed of a saved pipeline with a transformer.
+# The parts that can be timed of a saved pipeline with a transformer.
 SAVED_PARTS = ("transformer", "pipeline")
 
 
@@ -50,10 +51,10 @@ def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple
 
     The native size is that of the model's images, in pixels.
 
-    ``model``: the name that the user gave. If it is None, the name is the model whose UNet has the
-    configuration of ``weights``, or the last part of the path if there is no such model. Raises OptionError
-    if ``weights`` are of another model or have a UNet that cannot be timed, or if ``parts`` has a pipeline
-    and ``weights`` are no text-to-image pipeline.
+    ``model``: the name that the user gave. If it is None, the returned name is that of the model whose UNet
+    has the configuration of ``weights``, or the last part of the path if there is no such model. Raises
+    OptionError if ``weights`` are of another model or have a UNet that cannot be timed. Also raises it if
+    ``parts`` has a pipeline and ``weights`` are no text-to-image pipeline.
     """
     if weights == "random":
         name = model or "tiny"
@@ -83,7 +84,8 @@ def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple
 def _model_of(model: str | None, weights: str) -> str | None:
     """The name in ``VIDEO_NETWORKS`` of a saved pipeline with a transformer; ``model`` for other weights.
 
-    Raises OptionError if there is no such model, or if the transformer is of another one.
+    ``model``: the name that the user gave, or None. Raises OptionError if the name is unknown, if ``weights``
+    have no transformer of this model, or if the benchmark cannot time their transformer.
     """
     if model is not None:
         one_of("--model", model, EVERY_MODEL)
@@ -128,7 +130,8 @@ def _sizes(
 ) -> tuple[str, dict[str, dict[str, Any]]]:
     """Returns (the model's name, {part: the fields of BenchConfig that say how large a call is}).
 
-    ``size``: the value of ``--size``. Raises OptionError like ``_model_facts``, and for a wrong size.
+    ``size``: the value of ``--size``. Raises OptionError for a wrong size, and for weights that do not fit
+    ``model`` or ``parts``.
     """
     if model not in VIDEO_NETWORKS:
         name, native, scale, unet_batch = _model_facts(model, weights, parts)
@@ -295,7 +298,7 @@ def _configs(name: str | None, given: Mapping[str, Any]) -> list[BenchConfig]:
 def variant_list(option: str, text: str) -> list[Variant]:
     """The variants (ways to run the model) in the list ``text``, in the order of ``VARIANTS``.
 
-    ``all`` means every variant that need not be named.
+    ``all`` means every variant except those that are timed only if the user names them.
     """
     every = [name for name, variant in VARIANTS.items() if variant.is_in_all]
     names = every if text == "all" else some_of(option, text, VARIANTS)

@@ -42,7 +42,7 @@ def some_of(option: str, values: str | Sequence[str], allowed: Collection[str]) 
 
 
 def dtype_word(option: str, value: str) -> str:
-    """Return the key of ``DTYPES`` that ``value`` names: itself, or torch's name of the dtype."""
+    """Return a key of ``DTYPES`` such as fp16. ``value`` is this key, or torch's name such as float16."""
     short = {full: name for name, full in DTYPES.items()}
     return one_of(option, short.get(value, value), DTYPES)
 
@@ -84,14 +84,17 @@ def device_word(option: str, value: str | None) -> str | None:
 
 
 def warn_of_path(option: str, value: str, instead: str) -> None:
-    """Warn that ``value`` is read as a name although there is such a path. ``instead``: names the path."""
+    """Warn that ``value`` is read as a name, although a path with this name exists.
+
+    ``instead``: what the user can write to name the path.
+    """
     warnings.warn(f"{option}: {value!r} is read as a name; for the path give {instead}", stacklevel=3)
 
 
 def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",)) -> str:
     """Return ``value`` if it is one of ``words`` or an existing path, or looks like a Hub id (owner/name).
 
-    Warns if it is one of ``words`` and a path, because the word is taken.
+    If ``value`` is one of ``words`` and also an existing path, a warning says that the word is meant.
     """
     try:
         exists = bool(value) and Path(value).expanduser().exists()
@@ -118,7 +121,7 @@ def file_path(option: str, value: Path | None) -> Path | None:
     """
     if value is None:
         return None
-    real = Path(os.path.realpath(value))  # follows links, also a link to a file that does not exist yet
+    real = Path(os.path.realpath(value))  # ``realpath`` follows links, even if their target does not exist
     try:
         if not real.parent.exists():
             raise OptionError(f"{option}: there is no folder {str(real.parent)!r}; make it first")
@@ -167,7 +170,7 @@ def folder_file(option: str, path: Path, name: str) -> None:
         file_path(option, path / name)
         return
     try:
-        if os.path.lexists(path):  # a file, or a link to nothing
+        if os.path.lexists(path):  # the path is a file, or a link to nothing
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         beside = path.parent / name  # where a file can be made, a folder can be made too
         beside.open("xb").close()

@@ -100,7 +100,7 @@ def _load_aimdo() -> None:
 
 
 def release_of(folder: Path) -> str:
-    """The release of the checkout ``folder``, without importing it."""
+    """The release of the ComfyUI in the checkout ``folder``, which is read from a file and not imported."""
     text = (folder / "comfyui_version.py").read_text(encoding="utf-8")
     return text.partition('__version__ = "')[2].partition('"')[0]
 

@@ -40,7 +40,8 @@ GUIDANCE = 3.0
 def find_folder() -> Path:
     """The folder of the pipeline and the classifier. Raises OptionError if it is not found.
 
-    It is ``FOLDER``, or in the current folder if sdfastgn is installed and the current folder is a checkout.
+    If this file is in a checkout, the folder is ``FOLDER``. If sdfastgn is installed as a package, the folder
+    is found only if the current folder is a checkout.
     """
     places = (FOLDER, Path("scripts", "digits").absolute())
     for place in places:

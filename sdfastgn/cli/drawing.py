@@ -97,7 +97,8 @@ def run(job: Job, device: str | None = None) -> int:
     job, note = _with_own_settings(job)
     checks.folder_file("--out", job.out, f"{OWN}.part")
     finished = [line for line in job.wanted if _is_finished(job.path(line), job.asked(line))]
-    for part in job.out.glob("[0-9]*.*.part"):  # unfinished files of processes that were killed
+    # Processes that were killed may have left unfinished files.
+    for part in job.out.glob("[0-9]*.*.part"):
         part.unlink(missing_ok=True)
     for line in job.problems if is_main() else ():
         _print_problem(job, line, job.problems[line])
@@ -160,7 +161,7 @@ def _draw(job: Job, lines: Sequence[int], device: str, note: str) -> int:
                     _save(picture, job.path(line), json.dumps(content, ensure_ascii=False))
                     left.remove(line)
                     on_done(f"{next(number)}/{len(lines)}{eta}: wrote {job.path(line)}")
-            except OptionError:  # an image cannot be written, so no other can be
+            except OptionError:  # if one image cannot be written, no other image can be written
                 raise
             except Exception as error:  # other batches may still work: this size may need too much memory
                 failed += len(left)

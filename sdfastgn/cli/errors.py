@@ -1,4 +1,4 @@
-"""Ends a command after a user's error."""
+"""Ends a command after an error of the user, such as a bad option."""
 
 from __future__ import annotations
 

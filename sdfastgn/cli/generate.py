@@ -77,7 +77,8 @@ def generate(
         checks.device_word("--device", device)
         how: dict[str, Any] = {"batch_size": batch_size, "variant": variant, "dtype": dtype, "stock": stock}
         job = checked_job(**files, settings=line, **how)
-        from sdfastgn.cli.drawing import run  # after the checks, because this import takes seconds
+        # This import is after the checks, because it takes seconds.
+        from sdfastgn.cli.drawing import run
 
         code = run(job, device)
     raise typer.Exit(code)

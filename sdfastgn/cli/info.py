@@ -12,7 +12,7 @@ from sdfastgn.cli.app import command
 from sdfastgn.cli.errors import one_line_errors
 from sdfastgn.cli.options import DeviceOption
 
-if TYPE_CHECKING:  # only for types: torch takes seconds to import
+if TYPE_CHECKING:  # torch is imported only for types, because its import takes seconds
     import torch
 
 
@@ -60,12 +60,15 @@ def _cudnn() -> str | None:
     number = torch.backends.cudnn.version()
     if number is None:
         return None
-    major, rest = divmod(number, 10_000 if number >= 90_000 else 1_000)  # cuDNN 9 has a digit more
+    # From cuDNN 9 on, the number has one digit more: 91002 is 9.10.2, and 8902 is 8.9.2.
+    major, rest = divmod(number, 10_000 if number >= 90_000 else 1_000)
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def _competitors(where: torch.device, why_none: str | None) -> Iterator[str]:
-    """Yields a line for each variant of ``bench`` and each implementation of ``kernels``: whether it can run.
+    """Yields a line for each variant of ``sdfastgn bench`` and each implementation of ``sdfastgn kernels``.
+
+    A line says whether the variant (a way to run a model) or the implementation of an operation can run here.
 
     ``why_none``: why sdfastgn's kernels cannot run on ``where``; None if they can.
     """

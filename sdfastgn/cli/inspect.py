@@ -1,4 +1,4 @@
-"""``sdfastgn inspect``: what would be fused in a model."""
+"""``sdfastgn inspect``: shows which parts of a model would run fused."""
 
 from __future__ import annotations
 

@@ -50,13 +50,14 @@ def run(
 ) -> int:
     """Compile a model's kernels into Triton's cache, and print their number and the cache's size.
 
-    Returns 0, or 1 if a kernel cannot be compiled. ``warm_up`` has checked what needs no torch.
+    Returns 0, or 1 if a kernel cannot be compiled. The caller has already made the checks that need no torch.
 
     Args:
         model: a name of ``TEXT_TO_IMAGE``, which gets random weights, or a saved text-to-image pipeline.
         sizes: pixels of the images, ``512`` or ``768x512`` (width first). Empty: the model's own size.
         batch: images per call. With guidance the UNet gets each image twice.
-        dtype, device: as in ``bench``. Kernels are compiled for GPUs of the same generation as ``device``.
+        dtype, device: the values of the options ``--dtype`` and ``--device``; None if they were not given.
+            Kernels are compiled for GPUs of the same generation as ``device``.
         export: the file to which the model's compiled kernels are written.
         archive: a file that an earlier run wrote as ``export``. Its kernels are added to the cache first.
 
@@ -103,7 +104,7 @@ def run(
 
 
 def add_archive(path: Path, device: str | None) -> None:
-    """Add the kernels of an archive that ``export`` wrote to Triton's cache, and print their number."""
+    """Add an archive's kernels to Triton's cache, and print their number. ``--export`` wrote the archive."""
     device = _gpu("--device", device)
     try:
         added, present = kernel_archive.load(path, torch.device(device))
@@ -131,8 +132,8 @@ def fill(pipe: Any, sizes: Sequence[tuple[int, int]], batch: int) -> int:
             pipe(prompt=[PROMPT] * batch, output_type="pt", **size)
 
     with warnings.catch_warnings():
-        # In ``rehearse``, kernels that are not compiled yet do not run. So its images are meaningless, and so
-        # are warnings of NaN in them.
+        # In the rehearsal, kernels that are not compiled yet do not run. So its images are meaningless, and
+        # warnings of NaN in these images are ignored.
         warnings.simplefilter("ignore")
         count = rehearse(draw, next(pipe.unet.parameters()).device)
     draw()

@@ -14,7 +14,7 @@ from sdfastgn.cli.loading import device_name
 from sdfastgn.models.configurations import DTYPES
 from sdfastgn.program import OptionError
 
-# The default of ``--dtype``.
+# The default of the option ``--dtype`` of ``sdfastgn kernels``.
 DTYPE = "fp16"
 _SHAPE = re.compile(rf"{DIGITS}(x{DIGITS})+")
 

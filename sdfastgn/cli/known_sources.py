@@ -68,8 +68,9 @@ def print_sources(
 
     Args:
         out: where to print.
-        against: an earlier release: a diffusers wheel, a folder with or of diffusers, or a checkout of
-            diffusers or ComfyUI. For each unknown method, its changes since this release are printed.
+        against: an earlier release: a diffusers wheel, a folder that is or contains the package diffusers, or
+            a checkout of diffusers or ComfyUI. For each unknown method, its changes since this release are
+            printed.
         comfyui: a checkout of ComfyUI, whose methods are looked at too.
         accept: if True, write the hashes of the unknown methods into ``tested_sources.json``. Then they are
             known.
@@ -122,16 +123,17 @@ def _comfyui_release(folder: Path) -> tuple[str, tuple[Any, ...]]:
 
 
 def _release_files(against: Path) -> Any:
-    """Open a diffusers wheel, a folder with or of diffusers, or a checkout of diffusers or ComfyUI.
+    """Open a release: a wheel of diffusers, a folder that is or contains the package, or a checkout.
 
-    Returns the folder that contains the package, with pathlib's interface. Raises OptionError if ``against``
-    is none of these.
+    The checkout can be of diffusers or of ComfyUI. Returns the folder that contains the package, with
+    pathlib's interface. Raises OptionError if ``against`` is none of these.
     """
-    place = Path(os.path.abspath(against))  # the parent of "." is not in its path
+    # The path must be absolute, because the parent of the path "." is "." again.
+    place = Path(os.path.abspath(against))
     every: list[Any] = [place, place.parent, place / "src"]
     if zipfile.is_zipfile(against):
         every = [zipfile.Path(against)]
-    elif place.name not in ("diffusers", "comfy"):  # otherwise the package may be the folder itself
+    elif place.name not in ("diffusers", "comfy"):  # only a folder with such a name may be the package itself
         every.remove(place.parent)
     for files in every:
         if _has_file(files, "diffusers/__init__.py") or _has_file(files, OF_COMFYUI):

@@ -23,8 +23,8 @@ def import_model_classes() -> None:
     """Import diffusers and the fusions. Does nothing if the process has imported diffusers already."""
     if "diffusers" in sys.modules:
         return
-    # A module that has only two decorators replaces torch's compiler. diffusers' import needs nothing else of
-    # it.
+    # A module with only two decorators replaces torch's compiler. diffusers' import needs nothing else of
+    # the compiler.
     compiler: Any = types.ModuleType("torch._dynamo")
     compiler.allow_in_graph = compiler.disable = _undecorated
     stand_ins: dict[str, Any] = {**dict.fromkeys(_NEEDLESS), compiler.__name__: compiler}

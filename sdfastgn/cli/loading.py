@@ -39,8 +39,8 @@ def dtype_name(option: str, value: str | None, device: str, on_gpu: str = "fp16"
 def text_to_image(option: str, weights: str) -> tuple[int, int]:
     """Check that ``weights`` are a text-to-image pipeline, without loading them.
 
-    Returns (native image size, pixels along a side of one latent), as ``saved.native_size`` does. Raises
-    OptionError if ``weights`` are no text-to-image pipeline.
+    Returns (the model's own image size in pixels, pixels along a side of one latent). Raises OptionError if
+    ``weights`` are no text-to-image pipeline.
     """
     config = unet_config(option, weights)
     if reason := pipeline_reason(weights, config):
@@ -66,7 +66,10 @@ class SavedPipeline(NamedTuple):
 
 
 def saved_pipeline(weights: str) -> SavedPipeline | None:
-    """None if ``weights`` are no pipeline of diffusers. The error of loading them will say why."""
+    """Reads the index of the saved pipeline ``weights``. Returns None if it is no pipeline of diffusers.
+
+    A later attempt to load the pipeline then raises an error, which says what is wrong.
+    """
     import diffusers
 
     try:
@@ -84,9 +87,10 @@ def saved_pipeline(weights: str) -> SavedPipeline | None:
 def own_settings(option: str, weights: str, names: Collection[str] = tuple(ARGUMENTS)) -> dict[str, Any]:
     """The settings ``names`` (steps, guidance) with which a saved pipeline draws if its call is given none.
 
-    They are the defaults of the pipeline's class. A model that was distilled to few steps often has the class
-    of the model that it comes from. The schedulers of LCM and TCD show such a model, which gets 4 steps. If
-    only its name shows it, this warns. ``option``: the option that named the pipeline, for the warning.
+    They are the defaults of the pipeline's class. These defaults are wrong for a model that was distilled to
+    few steps but has the class of the model that it comes from. A saved scheduler of LCM or TCD is a sign of
+    such a model, which then gets 4 steps. If only the model's name is a sign ("turbo", "lightning"), a
+    warning names the settings. ``option``: the option that named the pipeline, for the warning.
     """
     if (saved := saved_pipeline(weights)) is None:
         return {}

@@ -10,7 +10,7 @@ import typer
 
 from sdfastgn.models.configurations import DTYPES, MODELS, SEEDS
 
-# Values of --dtype, for help texts.
+# The values of the option --dtype in words, for help texts.
 DTYPE_WORDS = f"{', '.join(DTYPES)}, or torch's name such as float16"
 ModelOption = Annotated[
     str | None,

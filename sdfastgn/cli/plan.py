@@ -1,4 +1,4 @@
-"""``sdfastgn plan``: the steps of a network's plan."""
+"""``sdfastgn plan``: prints a network's plan, the list of kernels into which its own code is rewritten."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sdfastgn.cli.options import DTYPE_WORDS, JsonOption, SizeOption
 from sdfastgn.models.configurations import MODELS, VIDEO_NETWORKS
 from sdfastgn.program import OWN_PROCESS, counted
 
-if TYPE_CHECKING:  # torch takes seconds to import
+if TYPE_CHECKING:  # these modules import torch, which takes seconds
     from sdfastgn.bench.workload import BenchConfig
     from sdfastgn.plans.preview import CallPlan
 
-# Values of --gpu -> what the output calls them.
+# Value of the option --gpu, a kind of GPU -> its name in the output.
 _GPUS = {"hopper": "a Hopper GPU (H100, H200)", "other": "a GPU that is no Hopper GPU"}
 _PARTS = ("unet", "vae")
 ModelArgument = Annotated[
@@ -111,7 +111,7 @@ def plan(
     gpu: GpuOption = "hopper",
     json: JsonOption = None,
 ) -> None:
-    """Print the steps into which a plan turns a model's own code. Needs no GPU and no weights."""
+    """Print a model's plan: its own code as a list of kernels and operators. Needs no GPU and no weights."""
     with one_line_errors():
         part, dtype = _check(model, part, batch, dtype, gpu)
         checks.file_path("--json", json)
@@ -135,7 +135,7 @@ def plan(
         out.print(_title(config, gpu), style="bold", markup=False)
         for each in found:
             out.print(f"\n{_call_title(each)}", style="bold", markup=False)
-            out.print(str(each), markup=False, soft_wrap=True)  # a line of a table stays whole
+            out.print(str(each), markup=False, soft_wrap=True)  # rich must not break a table's lines
         terminal.print_lines(out, _notes(found, is_planned, gpu))
         if json is not None:
             documents.write_json(json, _document(config, gpu, is_planned, found))

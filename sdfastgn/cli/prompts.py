@@ -33,7 +33,7 @@ class Settings:
     seed: int
 
     def shared(self) -> dict[str, Any]:
-        """The pipeline's arguments that must be the same for all images of one call."""
+        """Those arguments of the pipeline that must be the same for all images of one call."""
         numbers = {name: getattr(self, field) for field, name in ARGUMENTS.items()}
         numbers = {name: value for name, value in numbers.items() if value is not None}
         return {"width": self.width, "height": self.height, **numbers}
@@ -98,7 +98,7 @@ def read_prompts(
         content = path.read_bytes()
     except OSError as error:
         raise OptionError(f"--prompts: cannot read {str(path)!r}: {error.strerror or error}") from None
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # most lines of it would be read wrong
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # most lines would be read wrong
         raise OptionError(f"--prompts: {str(path)!r} is in UTF-16; save it as UTF-8")
     found, problems = {}, {}
     for number, line in enumerate(content.splitlines(), 1):
@@ -147,7 +147,7 @@ class Job:
     """The checked options of ``generate``, and the settings in the checked lines of its file.
 
     Attributes:
-        prompts: the file, or None if the prompt was an option. Then it is line 1.
+        prompts: the file, or None if the prompt was an option. Such a prompt counts as line 1.
         out: the folder of the images. The folder or its parent exists.
         wanted: line number -> settings of the image.
         problems: line number -> what is wrong with this line.
@@ -188,7 +188,10 @@ class Job:
 def _read(
     path: Path | None, prompt: str | None, defaults: Mapping[str, Any], scale: int
 ) -> tuple[dict[int, Settings], dict[int, str]]:
-    """As ``read_prompts``. If ``path`` is None, line 1 is ``prompt``."""
+    """Reads and checks the file of prompts. If ``path`` is None, ``prompt`` is checked as its only line.
+
+    Returns ({line number: settings}, {line number: what is wrong with it}).
+    """
     if path is not None:
         return read_prompts(path, defaults, scale)
     try:

@@ -63,7 +63,9 @@ def run_bench(
     plot: Path | None = None,
     html: Path | None = None,
 ) -> int:
-    """Measure all configs, print and write the results. Returns ``exit_code(rows)``.
+    """Measure all configs, print and write the results.
+
+    Returns the exit code: 0 if at least one row has times and no output was wrong, else 1.
 
     The JSON file and the HTML page are written after each row, so the rows of an interrupted run are kept. If
     a launcher started several processes, they all time pipelines at the same time. Then only the main process
@@ -81,7 +83,8 @@ def run_bench(
 
 def _kind(configs: Sequence[BenchConfig]) -> str:
     if launched():
-        return "processes"  # not "end_to_end": processes share a host, so times differ
+        # This kind is not "end_to_end", because the times of processes that share a host differ.
+        return "processes"
     if configs[0].preset:
         return "preset"
     if any(config.profile for config in configs):
@@ -103,7 +106,8 @@ def _run_bench(
     result = Result(where["gpu"] or where["machine"], content)
     rows: list[Row] = []
     if json is not None:
-        with writing(images_path(json)):  # the images that an earlier run wrote beside its JSON
+        # An earlier run may have written images beside its JSON. They do not belong to this run.
+        with writing(images_path(json)):
             images_path(json).unlink(missing_ok=True)
     print_lines(out, result.warnings)
     with watched(len(configs) * len(variants), quiet=quiet) as (on_start, on_done):
@@ -116,7 +120,8 @@ def _run_bench(
                 content["rows"].append(asdict(row))
                 if html is not None and images:
                     result.figures[case_title(row, content)] = page.figures(found, images)
-                on_done(end_to_end_tables.row_line(row))  # before the files: they may not be writable
+                # The line is shown before the files are written, because writing may fail.
+                on_done(end_to_end_tables.row_line(row))
                 _write(result, json, html)
 
             end_to_end.run(config, variants, on_variant=on_start, on_row=on_row, images=images)
@@ -167,15 +172,16 @@ def show_results(paths: Sequence[Path], *, html: Path | None = None) -> None:
 
 
 def exit_code(rows: Sequence[Any]) -> int:
-    """Return 0 if at least one row is OK and no row has a wrong output, else 1."""
+    """Return the exit code: 0 if at least one row is OK and no row has a wrong output, else 1."""
     statuses = {row.status for row in rows}
     return 0 if OK in statuses and WRONG not in statuses else 1
 
 
 def run_kernels(config: KernelConfig, *, json: Path | None = None, plot: Path | None = None) -> int:
-    """Time the kernels of a suite, print and write the results. Returns ``exit_code(rows)``.
+    """Time the kernels of a suite, print and write the results.
 
-    The JSON is written after each shape, so the rows of an interrupted run are kept.
+    Returns the exit code: 0 if at least one row has times and no output was wrong, else 1. The JSON is
+    written after each shape, so the rows of an interrupted run are kept.
     """
     out, suite = console(), SUITES[config.suite]
     where = end_to_end.current_environment(config.torch_device)

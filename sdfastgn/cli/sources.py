@@ -1,4 +1,4 @@
-"""``sdfastgn sources``: lists upstream methods whose code is not a version that fusions were tested with."""
+"""``sdfastgn sources``: lists methods of diffusers and ComfyUI whose installed code was never tested."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sources(
         bool, typer.Option("--accept", help="Mark the unknown code as tested. First read what changed.")
     ] = False,
 ) -> None:
-    """List upstream methods that fusions or CUDA graphs rely on and whose installed code was never tested."""
+    """List methods of diffusers and ComfyUI that sdfastgn relies on, if their code was never tested."""
     from sdfastgn.cli import light_imports, terminal
 
     if context.obj == OWN_PROCESS and comfyui is None:

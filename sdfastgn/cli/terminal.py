@@ -40,7 +40,8 @@ class TimeLeft:
     def after(self, count: int) -> str:
         """Call this after each batch, of ``count`` images. Returns a text such as ", ETA 0:20:10".
 
-        It is empty after the first batch, which says nothing of the others: it also compiles kernels.
+        The text is empty after the first batch. The first batch also compiles kernels, so its time says
+        nothing about the other batches.
         """
         self.done += count
         now = time.monotonic()

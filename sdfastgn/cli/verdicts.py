@@ -1,4 +1,4 @@
-"""The results of verification as a table."""
+"""A table of the results of ``sdfastgn verify``, which compares each fused module with stock's code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _cells(found: list[Verdict]) -> tuple[str, ...]:
 def notes(verdicts: Sequence[Verdict]) -> Iterator[str]:
     """Yields a line for each reason why modules are wrong or not verified.
 
-    It has the reason, the number of such modules, and the paths of up to three of them.
+    A line has the reason, the number of such modules, and the paths of up to three of them.
     """
     wrong = ((f"{v.status}: {v.reason}", v.path) for v in verdicts if v.status != RIGHT)
     for reason, paths in grouped(wrong).items():

@@ -17,7 +17,7 @@ def verify(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Compare each fused part of a pipeline with stock's code. The exit code is 1 if one is wrong."""
+    """Compare each fused part of a pipeline with stock's code. The exit code is 1 if a part is wrong."""
     import torch
 
     from sdfastgn import api, verification

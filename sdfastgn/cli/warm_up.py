@@ -69,7 +69,8 @@ def warm_up(
     with one_line_errors():
         of_model = {"--size": size, "--batch": batch, "--export": export, "--dtype": dtype}
         _check(model, archive, device, of_model)
-        from sdfastgn.cli.kernel_cache import add_archive, run  # late, because this import takes seconds
+        # This import is after the checks, because it takes seconds.
+        from sdfastgn.cli.kernel_cache import add_archive, run
 
         if model is None:
             add_archive(cast(Path, archive), device)

@@ -93,7 +93,10 @@ def _weights_cells(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _same_bits(is_exact: bool | None, stock_repeats: bool) -> str:
-    """The text of a cell. A difference is no error if two runs of stock also differ from each other."""
+    """The text of a cell: whether stock has the same bits again after sdfastgn was removed.
+
+    A difference is no error if two runs of stock also differ from each other.
+    """
     if is_exact is None:
         return NOTHING
     return "yes" if is_exact else "**no**" if stock_repeats else "stock's own differ"

@@ -24,8 +24,8 @@ class CompiledRow:
         stock_ms, compiled_ms, optimized_ms: median milliseconds of a call, until the GPU has finished its
             work. ``compiled_ms`` is with torch.compile and channels-last weights. None if it was not
             measured.
-        compile_s, first_call_s: seconds of the first call of the compiled and of the optimized network. It
-            compiles kernels. None if it was not measured.
+        compile_s, first_call_s: seconds of the first call of the compiled and of the optimized network. A
+            first call also compiles kernels. None if it was not measured.
         floor_ms: time of the kernels of convolutions, matrix products and attention in an optimized call.
             None on the CPU.
         compiled_error, error: relative error of the compiled and of the optimized output against stock's.

@@ -1,9 +1,9 @@
 """Markdown tables of the times of whole models and pipelines, from committed results.
 
 The results are the JSON files of ``sdfastgn bench``: runs (kind ``end_to_end`` or ``stable_fast``) and
-sweeps over several batches or numbers of steps (kind ``sweep``). A variant can have two times: the time of
-its call, and the time of the same call as a CUDA graph that ``sdfastgn bench`` has captured
-(``Row.graph_ms``).
+sweeps over several batches or numbers of steps (kind ``sweep``). A variant is a way to run a model, such as
+eager (diffusers' own code). A variant can have two times: the time of its call, and the time of the same call
+as a CUDA graph that ``sdfastgn bench`` has captured (``Row.graph_ms``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ HEADLINE = (
     ("torch.compile + graph", (("compile", True), ("compile_graphs", False))),
     ("**sdfastgn**", (("sdfastgn", False),)),
 )
-# Columns of the table of transformers, like ``HEADLINE``. diffusers recommends to compile repeated blocks.
+# Columns of the table of transformers: (title, choices). A choice is (variant, True for its time as a CUDA
+# graph). A column shows the first of its choices that has a time. torch.compile compiles the repeated blocks
+# of a transformer, as diffusers recommends.
 TRANSFORMERS = (
     *HEADLINE[:2],
     ("torch.compile, repeated blocks", (("compile_blocks", False),)),
@@ -55,13 +57,14 @@ TIMES = "milliseconds (speed-up over eager)"
 # Title of the first column in the front page's table.
 HEADLINE_TIMES = "milliseconds (speed-up over eager + graph, over eager)"
 # Times of diffusers' own code that the front page's speed-ups compare with: (variant, True for its time as a
-# CUDA graph). The first does not depend on the CPU.
+# CUDA graph). The first of the two times does not depend on the CPU.
 REFERENCES = (("eager", True), ("eager", False))
-# The list of speed-ups on the front page: (part, its name). They are over eager's CUDA graph. Whole images
-# have none, so the list leaves them out: a speed-up over eager alone grows on a slow CPU.
+# The list of speed-ups on the front page: (part, its name). The speed-ups are over eager's CUDA graph,
+# because a speed-up over eager without a graph is larger on a slow CPU. The list leaves out whole images,
+# because a pipeline is not one CUDA graph.
 CLAIMS = (("vae", "VAE decodes"), ("unet", "UNet steps"), ("transformer", "transformer steps"))
-# Columns of the front page's table of transformers: title -> (variants of others, and sdfastgn's
-# variant). Of the others' times, the shortest counts. A cell has how many times as fast the variant is.
+# Columns of the front page's table of transformers: title -> (variants of others, sdfastgn's variant). A cell
+# says how many times as fast sdfastgn's variant is. Of the times of the others, the shortest counts.
 TRANSFORMER_CLAIMS: dict[str, tuple[_Choices, str]] = {
     "over eager + graph": ((("eager", True),), "sdfastgn"),
     "over torch.compile of repeated blocks": (
@@ -82,7 +85,8 @@ COMPARED: dict[str, Callable[[Row], str]] = {
     "PSNR dB": lambda row: number(row.psnr_db),
     "peak MiB": lambda row: number(row.peak_mib),
 }
-# Columns of the table that compares variants of transformers.
+# Columns of the table that compares variants of transformers: title -> function. The function makes a text
+# from one variant's row, and a cell has a text for each variant.
 TRANSFORMERS_COMPARED: dict[str, Callable[[Row], str]] = {
     "seconds until ready": COMPARED["seconds until ready"],
     "error against fp32": COMPARED["error against fp32"],
@@ -281,7 +285,7 @@ def _over_graph(rows: Mapping[str, Row], choices: _Choices) -> str:
 
 
 def transformers_compared_markdown(results: Path) -> str:
-    """Returns a table of further differences between the variants of ``transformers_markdown``."""
+    """Returns a table that compares variants on transformers: seconds until ready, errors and memory."""
     lines = _transformers(results)
     ours = ("sdfastgn", "sdfastgn_fp8")
     return _peer_table(lines, ("compile_blocks",), TRANSFORMERS_COMPARED, ours)
@@ -302,7 +306,10 @@ def headline_markdown(results: Path) -> str:
 
 
 def _headline_cell(title: str, rows: Mapping[str, Row], choices: _Choices) -> str:
-    """Returns a cell's text: milliseconds, and the speed-ups over ``REFERENCES`` of the same run."""
+    """Returns a cell's text: milliseconds, and the speed-ups over eager with and without a CUDA graph.
+
+    Eager's times (``REFERENCES``) are from the same run.
+    """
     value = milliseconds(rows, *choices)
     if value is None or title == OF_ANOTHER_RUN or choices[0] in REFERENCES:
         return number(value)
@@ -313,7 +320,8 @@ def _headline_cell(title: str, rows: Mapping[str, Row], choices: _Choices) -> st
 def claims_markdown(results: Path) -> str:
     """Returns lists, one for each GPU, with the smallest and the largest speed-up of each part.
 
-    The parts are ``CLAIMS``, and the speed-ups those of the front page's tables over eager's CUDA graph.
+    The parts are those of ``CLAIMS``. The speed-ups are over eager's CUDA graph, as in the front page's
+    tables.
     """
     claims: dict[str, list[str]] = defaultdict(list)
     for part, name in CLAIMS:
@@ -350,7 +358,7 @@ def _peer_table(
     shown: Mapping[str, Callable[[Row], str]],
     ours: Sequence[str] = ("sdfastgn",),
 ) -> str:
-    """Returns a table that compares eager, one competitor and ``ours``. Each cell has a value of each.
+    """Returns a table that compares eager, one competitor and ``ours``. A cell has a value for each of them.
 
     ``every``: the data for the lines. ``peers``: names of variants. A line's competitor is the first of them
     for which the line has a row. A line without a competitor, eager or one of ``ours`` is left out.
@@ -380,7 +388,7 @@ def _sweeps(results: Path, *, over_batches: bool) -> list[_Line]:
     """Returns lines of results of the kind ``sweep``.
 
     ``over_batches``: if True, the lines of what was measured at several batch sizes; if False, the lines of
-    what was measured at only one.
+    what was measured at only one batch size.
     """
     lines = _lines(results, "sweep")
     kinds = [(r.part, r.model, r.size, r.dtype, r.steps) for r in (line.first for line in lines)]
@@ -402,7 +410,7 @@ def _sweep_table(cells: list[dict[str, str]], lines: list[_Line]) -> str:
 
 
 def _missing(rows: Iterable[Row], title: Callable[[Row], str]) -> list[str]:
-    """Returns a text for each row without a time, which says why. ``title``: of a row, what was timed."""
+    """Returns a text for each row without a time, which says why. ``title``: names what a row should time."""
     return [
         f"{title(row)}, {label(row.variant)} {row.status}: {row.reason}" for row in rows if row.status != OK
     ]
@@ -451,7 +459,7 @@ def latency_markdown(results: Path) -> str:
 def several_gpus_markdown(results: Path) -> str:
     """Returns a table of pipelines on several GPUs at once, one process for each: images per second.
 
-    The last column is the rate of the most GPUs over that of one.
+    The last column is the rate of the largest number of GPUs divided by the rate of one GPU.
     """
     found: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     runs = rows_of_runs(results, "processes")

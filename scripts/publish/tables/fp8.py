@@ -32,7 +32,7 @@ _PEER = "torch.compile + torchao, FP8: ms", "its error against fp32", "its secon
 
 
 class Trained(NamedTuple):
-    """A trained model of digits. ``title``: its name in tables. ``dtype``: its own, a key of ``DTYPES``."""
+    """A trained model of digits. ``title``: its name in tables. ``dtype``: its dtype, a key of ``DTYPES``."""
 
     title: str
     dtype: str
@@ -54,13 +54,15 @@ class QualityRow:
         variant: ``"fp32"`` or ``"half"`` (stock), one of ``VARIANTS``, or ``ONE_SCALE``.
         images: number of images.
         read: number of images in which the classifier reads the digit that the prompt names.
-        psnr_db, ssim: of all images. Both are None for stock in fp32. For equal images ``psnr_db`` is None.
+        psnr_db, ssim: PSNR and SSIM of all images together. Both are None for stock in fp32. If the images
+            are equal, ``psnr_db`` is None.
         least_psnr_db: the smallest PSNR of one image.
         products: number of matrix products of linear layers that may run in E4M3. Layers with the same input
             can share a product.
         in_e4m3: number of these products that run in E4M3.
         error: the largest relative error of such a product. None if none was measured.
-        beyond: number of values that were beyond the learned range, and so were written with larger scales.
+        beyond: number of values in inputs of these products that were outside of the range of their scales.
+            They were written with larger scales.
         model: a key of ``TRAINED``.
         median_psnr_db, low_psnr_db: the median of the images' PSNR, and their 5th percentile.
         loss: the mean squared error of one step with latents of scans that the transformer has not seen.
@@ -93,7 +95,7 @@ def fp8_times_markdown(results: Path) -> str:
     for row, source in rows_of_runs(results, TIMES):
         lines.setdefault((row.model, row.part, row.size, row.batch), {})[row.variant] = row
         sources.append(source)
-    # The peer's columns are left out if it was never measured.
+    # The columns of torch.compile with torchao's FP8 are left out if it was never measured.
     has_peer = any(TORCHAO in rows for rows in lines.values())
     body = []
     for rows in lines.values():
@@ -115,7 +117,10 @@ def _time(row: Row) -> str:
 
 
 def _peer(row: Row | None) -> tuple[str, str, str]:
-    """The cells of ``TORCHAO``. Of the times of a call and of its CUDA graph, the shorter is shown."""
+    """The cells of torch.compile with torchao's FP8: milliseconds, error, seconds until ready.
+
+    Of the time of a call and the time of its CUDA graph, the shorter is shown.
+    """
     if row is None or row.median_ms is None:
         return NOTHING, NOTHING, NOTHING
     shorter = min(row.median_ms, row.graph_ms or row.median_ms)
@@ -142,9 +147,9 @@ def fp8_mlperf_markdown(results: Path) -> str:
 
 
 def fp8_quality_markdown(results: Path) -> str:
-    """Returns a table of the images in fp32, fp16 and FP8 for each committed result.
+    """Returns a table of the quality of images in fp32, fp16 or bf16, and FP8, for each committed result.
 
-    A line below it names the run.
+    A line below each table names the run.
     """
     blocks = []
     for content in documents(results, QUALITY):
@@ -184,5 +189,5 @@ def _quality_cells(row: QualityRow) -> dict[str, str]:
 
 
 def _several(values: Sequence[float | None], text: Callable[[float | None], str]) -> str:
-    """The cell of several values; ``NOTHING`` if there is none of them."""
+    """The text of a cell with several values; ``NOTHING`` if all of them are None."""
     return NOTHING if all(value is None for value in values) else " / ".join(map(text, values))

@@ -1,4 +1,7 @@
-"""Markdown table of all fusions. A row has the first paragraph of a file's docstring."""
+"""The Markdown table of all fusions, which replace modules' forwards by fused code.
+
+A row has the first paragraph of the docstring of a file with fusions.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ def fusions_markdown(_: Path) -> str:
     The row's text is the first paragraph of the file's docstring. Raises ValueError if diffusers is not
     installed, or lacks what some fusions replace.
     """
-    from sdfastgn.patches import registry  # imports diffusers, which takes seconds
+    from sdfastgn.patches import registry  # this import takes seconds, because it imports diffusers
 
     if registry.MISSING or not registry.OBJECT_FUSIONS:
         raise ValueError(f"the table of fusions needs all of diffusers; it lacks {sorted(registry.MISSING)}")

@@ -22,13 +22,13 @@ def markdown(header: Sequence[str], body: Sequence[Sequence[str]], lines: Iterab
 
 
 def speed_up(stock_ms: float, ours_ms: float) -> str:
-    """Returns a cell with the speed-up over stock. A dagger marks one that rounds to less than 1.00."""
+    """Returns a cell with the speed-up over stock. A dagger marks a value that rounds to less than 1.00."""
     times = stock_ms / ours_ms
     return f"{times:.2f}x{LOSS if round(times, 2) < 1 else ''}"
 
 
 def documents(results: Path, kind: str) -> list[dict[str, Any]]:
-    """Returns the content of every JSON file of this kind below ``results``, sorted by path.
+    """Returns the content of each JSON file below ``results`` whose kind is ``kind``, sorted by path.
 
     Raises OptionError, which names the file, if a file is damaged.
     """

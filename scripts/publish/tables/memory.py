@@ -79,7 +79,7 @@ def memory_markdown(results: Path) -> str:
 
 
 def _pairs(rows: Sequence[MemoryRow]) -> list[tuple[MemoryRow, MemoryRow]]:
-    """Returns the pairs (row of stock, optimized row) of each ``_setting``, such as a limit, sorted by it.
+    """Returns a pair (row of stock, optimized row) for each setting, such as a limit, sorted by the setting.
 
     If only stock was measured, the optimized row has the status ``UNAVAILABLE``.
     """

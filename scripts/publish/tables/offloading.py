@@ -47,7 +47,7 @@ class OffloadingRow:
 
 
 def offloading_markdown(results: Path) -> str:
-    """Returns the table of all committed results. A line below it names each run."""
+    """Returns the table of all committed results. Lines below the table name the runs."""
     body, lines = [], []
     for content in documents(results, KIND):
         rows = [OffloadingRow(**values) for values in content["rows"]]

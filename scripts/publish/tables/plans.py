@@ -1,4 +1,7 @@
-"""The Markdown table of ``scripts.publish.plans``: networks with fused blocks and as plans."""
+"""The Markdown table of ``scripts.publish.plans``: networks with fused blocks, and as plans.
+
+A plan is a model's own code, traced and rewritten to a list of kernels.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _HEADER = (
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call costs.
+    """The time and the memory of a call.
 
     Attributes:
         ms: median milliseconds until the GPU has finished.
@@ -35,14 +38,17 @@ class Cost:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One call of one model.
+    """The measurement of one call of one model, with fused blocks and as a plan.
+
+    A plan is the model's own code, traced and rewritten to a list of kernels.
 
     Attributes:
-        fused, plan: its cost with fused blocks, and as a plan.
-        fused_error, plan_error: relative errors against stock's output in fp32; None if not measured.
-        difference: relative difference of the outputs of the two.
-        first_s: seconds of the first call of the plan, which is traced.
-        own: reasons why some of its modules ran their own code.
+        fused, plan: the cost of the call with fused blocks, and as a plan; None if it failed.
+        fused_error, plan_error: relative error against stock's output in fp32, of the output with fused
+            blocks and of the plan's output. None if it was not measured.
+        difference: relative error of the plan's output against the output with fused blocks.
+        first_s: seconds of the first call as a plan, in which the model's code is traced.
+        own: reasons why some modules of the model ran their own code instead of a plan.
     """
 
     model: str

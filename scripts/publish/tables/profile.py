@@ -14,7 +14,7 @@ from sdfastgn.bench.variants import PARTS
 def profile_markdown(results: Path) -> str:
     """Returns a table for each part and size of each model, from all committed runs with ``--profile``.
 
-    If several runs have profiled the same, the run whose file comes last by path is shown.
+    If several runs have profiled the same part and size, the run whose file comes last by path is shown.
     """
     blocks: dict[tuple[int, str, int], str] = {}
     for content in documents(results, "profile"):

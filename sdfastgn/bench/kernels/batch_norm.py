@@ -59,10 +59,10 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = Non
 
 
 def _in_aten(*operands: Any, **options: Any) -> Tensor:
-    """Runs ``_stock`` in ATen's kernels, without cuDNN. Autograd then runs its backward in ATen too."""
+    """Runs PyTorch's BatchNorm (``_stock``) in ATen's kernels, without cuDNN. Its backward is ATen's too."""
     before = torch.backends.cudnn.enabled
-    # ``torch.backends.cudnn.flags(enabled=False)`` would also read the TF32 switches. PyTorch raises an error
-    # for this if other code has set the switches by its new API.
+    # ``torch.backends.cudnn.flags(enabled=False)`` would also read PyTorch's TF32 switches. Reading them
+    # raises an error if other code has set them by PyTorch's new API.
     torch.backends.cudnn.enabled = False
     try:
         return _stock(*operands, **options)
@@ -73,9 +73,10 @@ def _in_aten(*operands: Any, **options: Any) -> Tensor:
 def _operation(
     task: str, passes: tuple[str, ...], *layouts: str, training: bool = True, residual: bool = False
 ) -> Operation:
-    """An operation that cuDNN, ATen and sdfastgn provide, each in all of ``layouts`` ("nchw", "nhwc").
+    """A BatchNorm that cuDNN, ATen and sdfastgn compute, each in all of ``layouts`` ("nchw", "nhwc").
 
-    Each provider has its own running averages, because a forward in training writes into them.
+    Each of these implementations has its own running averages, because a forward in training writes into
+    them.
     """
 
     def with_averages(call: Call) -> Callable[..., Call]:
@@ -97,7 +98,7 @@ def _operation(
     )
 
 
-# The inputs of the norms of ResNet-50, for 32 images of 224 x 224 pixels.
+# Shapes of the inputs of ResNet-50's norms, for 32 images of 224 x 224 pixels.
 _RESNET: tuple[Shape, ...] = (
     (32, 64, 112, 112),
     *((32, C, 56, 56) for C in (64, 128, 256)),

@@ -1,4 +1,7 @@
-"""Times the operations of a suite with a hot and a cold L2 cache, if their outputs are close to fp64's."""
+"""Times the operations of a benchmark suite with a hot and a cold L2 cache, if their outputs are right.
+
+An output is right if it is close to the output of the same operation in fp64.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ from sdfastgn.models.architectures import DTYPES
 
 Tensors = tuple[Tensor, ...]
 
-# Shapes with more elements are not timed on a CPU.
+# Maximum number of elements of a shape that is timed on a CPU.
 CPU_MAX_ELEMENTS = 2**22
 # A time is measured over a round, which is a number of equal calls. All calls of a round together should move
 # at most this number of bytes, so that rounds of large shapes are short.
@@ -134,13 +137,17 @@ class _Case:
         self._last: tuple[Provider, Call] | None = None
 
     def _built(self, provider: Provider, operands: Tensors) -> Call:
-        # A provider's function is built once for all passes: torch.compile takes seconds to build one.
+        # A provider's function is built once for all passes (forward and backward), because torch.compile
+        # takes seconds to build a function.
         if self._last is None or self._last[0] is not provider:
             self._last = provider, provider.build(*operands)
         return self._last[1]
 
     def _outputs(self, pass_name: str, call: Call, inputs: _Inputs) -> dict[str, Tensor]:
-        """Run a pass. Returns name -> tensor for all its outputs and gradients, to compare with fp64."""
+        """Run a pass, such as a backward. Returns name -> tensor for the operation's outputs and gradients.
+
+        They are compared with the results in fp64. Gradients are left out if the pass computes none.
+        """
         timed = _run(pass_name, call, inputs)
         names = self._operation.outputs
         if pass_name not in DIFFERENTIATED:
@@ -253,7 +260,7 @@ def run(
     rows: list[KernelRow] = []
     with _measuring(config.torch_device):
         for shape in config.shapes:
-            case: tuple[Operation, _Case] | None = None  # only the latest, to save memory
+            case: tuple[Operation, _Case] | None = None  # only the latest case is kept, to save memory
             first = len(rows)
             for operation, provider, pass_name in suite.cells_of(config.providers):
                 on_cell(f"{shape_text(shape)} {provider.name}")
@@ -279,7 +286,7 @@ def run(
 
 
 def _add_ratios(rows: Sequence[KernelRow]) -> None:
-    """Set the ratios of each row: its times divided by the copy's. All rows must have the same shape."""
+    """Set the ratios of each row: its times divided by a plain copy's times. All rows have the same shape."""
     copy = next((row for row in rows if row.provider == COPY and row.status == OK), None)
     for row in rows:
         if copy is not None and row.hot_us and row.cold_us and copy.hot_us and copy.cold_us:

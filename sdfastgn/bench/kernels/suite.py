@@ -21,13 +21,13 @@ from sdfastgn.bench.variants import compile_reason
 Shape = tuple[int, ...]
 Call = Callable[..., Any]
 
-# The name of the provider that only copies the first operand, and of its task. All times are compared with
-# the copy's time.
+# The name of the provider (implementation) that only copies the first operand, and the name of its task. All
+# times are compared with the copy's time.
 COPY = "copy"
-# In a suite's ``operations``, the names of sdfastgn's providers begin with this word. All other providers
-# except the copy are called peers.
+# In a suite's ``operations``, the names of sdfastgn's providers (implementations) begin with this word. All
+# other providers except the copy are called peers.
 OURS = "sdfastgn"
-# The default suite.
+# Name of the suite that ``sdfastgn kernels`` times if the user names no suite.
 INFERENCE = "inference"
 
 # The passes that can be timed. "forward in training" is a forward that autograd records. The passes in
@@ -133,7 +133,7 @@ class Operation:
             call takes them.
         reference: the computation in plain PyTorch, for operands of any dtype.
         providers: its implementations.
-        passes: the passes that are timed.
+        passes: the passes (forward, backward and so on) that are timed.
         task: the beginning of a row's task, before the name of the pass. Empty if a row's task is only the
             name of the pass.
         outputs: names of the outputs.
@@ -156,7 +156,7 @@ class Operation:
     baseline: str = ""
 
     def label(self, pass_name: str) -> str:
-        """The task of a row: ``self.task`` and the name of the pass. For the copy it is only "copy"."""
+        """The name of a row's task: ``self.task`` and the name of the pass. The copy's task is "copy"."""
         return self.task if self.task == COPY else ", ".join(filter(None, (self.task, pass_name)))
 
     def moved_tensors(self, pass_name: str) -> int:
@@ -222,7 +222,10 @@ class Suite:
 
     @property
     def ideals(self) -> dict[str, float]:
-        """Task -> lowest possible value of its time divided by the copy's, if memory limits the speed."""
+        """For each task, the lowest possible ratio of its time to a copy's, if memory limits the speed.
+
+        The copy reads and writes the first operand once. A task is a pass of an operation.
+        """
         return {
             operation.label(pass_name): operation.moved_tensors(pass_name) / 2
             for operation in self.operations
@@ -232,8 +235,8 @@ class Suite:
     def gate(self, dtype: str) -> str:
         """A text for tables: the allowed relative errors. A provider with a larger error is not timed.
 
-        The first number is the bound for outputs. Bounds of operations that have others, and of gradients,
-        follow with their names.
+        The first number is the bound for outputs. The bounds for gradients, and for operations that have
+        other bounds, follow with their names.
         """
         own = [f"of {op.task} {op.bounds[dtype]:g}" for op in self.every if op.bounds is not ERROR_BOUNDS]
         if any(pass_name in DIFFERENTIATED for op in self.every for pass_name in op.passes):
@@ -257,7 +260,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """The settings of a run of a suite: what is timed, in which dtype, and on which device.
+    """The settings of a run of a suite of kernel benchmarks: what is timed, in which dtype, on which device.
 
     ``wall_clock``: True if the user asked for times on a CPU. These are wall-clock times of whole calls, and
     "cold" times are not taken with cold caches.
@@ -279,7 +282,7 @@ class KernelConfig:
 
 @dataclass
 class KernelRow:
-    """The measurement of one provider in one task (``Operation.label``) on one shape.
+    """The measurement of one provider (implementation) in one task, such as a backward, on one shape.
 
     It has times if ``status`` is ok.
 
@@ -289,7 +292,7 @@ class KernelRow:
         hot_gbps, cold_gbps: GB/s: the bytes that a call must at least read and write, divided by ``hot_us``
             or by ``cold_us``.
         hot_ratio: ``hot_us`` divided by the ``hot_us`` of the provider ``COPY`` on the same shape.
-        cold_ratio: the same for ``cold_us``.
+        cold_ratio: ``cold_us`` divided by the ``cold_us`` of the provider ``COPY`` on the same shape.
         error: the largest relative error of all outputs and gradients; None if an error is not finite.
         cpu_us: microseconds that the CPU needs for a call that runs on a GPU. Only the suite "inference"
             measures it.

@@ -1,4 +1,7 @@
-"""The terminal's table of ``sdfastgn bench``: times, memory and errors of each variant."""
+"""The terminal's table of ``sdfastgn bench``: times, memory and errors of each variant.
+
+A variant is a way to run a model, such as eager (the unchanged model) or with torch.compile.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,10 @@ def end_to_end_table(rows: Sequence[Row], title: str, gate: str = "") -> Blocks:
 
 
 def row_notes(rows: Iterable[Row]) -> list[str]:
-    """The notes of each row: what the variant did or why it has no time, images/s of each process."""
+    """Lines of text about each row: what the variant did, or why it has no time.
+
+    Further lines have the images/s of each process, and the reason for a missing breakdown.
+    """
     texts = []
     for row in rows:
         texts.append((row.variant, row.note if row.status == OK else f"{row.status}: {row.reason}"))
@@ -70,6 +76,6 @@ def row_line(row: Row) -> str:
 
 
 def graph_notes(rows: Iterable[Row]) -> list[str]:
-    """A line for each reason for a missing time of a CUDA graph, with the variants to which it applies."""
+    """A line for each reason why a variant has no time of a CUDA graph. It names the variants, too."""
     variants = grouped((row.graph_reason, row.variant) for row in rows if row.graph_reason)
     return [f"no graph time for {', '.join(names)}: {reason}" for reason, names in variants.items()]

@@ -1,4 +1,4 @@
-"""Evaluates the rows of a kernel suite: time ratios, fastest peers, means, and tables for the terminal."""
+"""Evaluates the times of a suite of kernels: ratios to competitors, means, and tables for the terminal."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from sdfastgn.bench.kernels.suite import COPY, OURS, KernelRow, Shape, Suite, sh
 from sdfastgn.bench.tables.blocks import Blocks
 from sdfastgn.bench.tables.cells import LOSS, NOTHING, number, without_empty_columns
 
-# Name of a provider -> its row, for one shape and task. The copy (``COPY``) is one of the providers.
+# The rows of one shape and one task (such as a forward): name of a provider (an implementation) -> its row.
+# A plain copy (``COPY``) is one of the providers.
 Line = dict[str, KernelRow]
-# ``Overs``: names of two providers: (times with a hot L2 cache are divided by the first's time, times with a
-# cold L2 cache by the second's).
-# ``Pair``: two times or two ratios of times: (with a hot L2, with a cold L2).
+# ``Overs``: names of the two providers (implementations) that times are divided by. Times with a hot L2 cache
+# are divided by the time of the first provider, times with a cold L2 cache by the time of the second.
+# ``Pair``: two times or two ratios of times. The first is with a hot L2 cache, the second with a cold one.
 Overs = tuple[str | None, str | None]
 Pair = tuple[float | None, float | None]
 
@@ -98,7 +99,10 @@ def means(suite: Suite, rows: Iterable[KernelRow], over: str) -> dict[str, dict[
 
 
 def summary(suite: Suite, rows: Iterable[KernelRow]) -> dict[str, Any]:
-    """The mean ratios of each provider's time to the copy's and to the baseline's, as a dict for JSON."""
+    """The mean ratios of each provider's time to a plain copy's time, and to that of ``suite.baseline``.
+
+    Returns a dict for JSON.
+    """
     rows = list(rows)
     return {f"geometric_mean_of_ratio_to_{over}": means(suite, rows, over) for over in (COPY, suite.baseline)}
 

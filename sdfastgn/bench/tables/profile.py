@@ -76,7 +76,7 @@ def lowest_floor(rows: Sequence[Row]) -> tuple[str, float] | None:
 def profile_table(rows: Sequence[Row], title: str) -> Blocks | None:
     """A table of milliseconds per category of kernels. It has a row for each of ``rows`` with a breakdown.
 
-    None if no row has one.
+    Returns None if no row has a breakdown.
     """
     found = _found(rows)
     shown = [name for name in (*CATEGORIES, GAPS) if name != OTHER or any(one.other for _, one in found)]
@@ -114,7 +114,10 @@ def floor_line(rows: Sequence[Row]) -> list[str]:
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """Lines under the table: the lowest floor (``lowest_floor``), and kernels that fit no category."""
+    """Lines under the table: the lowest floor, and kernels that fit no category.
+
+    A floor is the time of a call's convolutions, GEMMs and attention.
+    """
     lines = floor_line(rows)
     for name, found in _found(rows):
         for entry in found.other[:_OTHERS_SHOWN]:

@@ -27,10 +27,10 @@ from sdfastgn.program import OptionError, counted
 BENCH_KINDS = ("end_to_end", "profile", "preset", "processes", "sweep")
 OTHER_MACHINE = "other machine"
 NO_GPU = "no GPU: sdfastgn runs stock's own code here, so its times should be about eager's (1x)"
-# Settings in which a run may differ from its preset and still be compared with the preset's published
-# numbers.
+# Settings in which a run may differ from its preset (a benchmark that another project publishes) and still be
+# compared with the preset's published numbers.
 _FREE_SETTINGS = ("repeats",)
-# Settings of a pipeline that a preset need not name -> their values in a preset that does not name them.
+# Settings of a pipeline that a preset may leave out -> the values that they then have.
 _DEFAULTS = {name: getattr(BenchConfig, name) for name in ("scheduler", "guidance", "prompt", "seed")}
 
 
@@ -70,7 +70,8 @@ def read_result(path: Path, name: str) -> Result:
     damaged = path
     try:
         for table in tables_of(result):
-            "".join(cell for row in table.body for cell in row)  # raises an error for a cell that is no text
+            # ``join`` raises an error for a cell that is no text.
+            "".join(cell for row in table.body for cell in row)
         times_of(result), source_line(result.content)
         damaged = images
         for title, shown in (load(images) if images.exists() else {}).items():
@@ -157,7 +158,10 @@ def tables_of(result: Result) -> list[Blocks]:
 
 
 def preset_tables(result: Result) -> list[Blocks]:
-    """A table for each measured case of a preset: this run's and the published numbers, in the same unit."""
+    """A table for each measured case of a preset, which is a benchmark that another project publishes.
+
+    It has the numbers of this run and the published numbers, in the same unit.
+    """
     tables = []
     cases = cases_of(result) if result.content["kind"] == "preset" else {}
     for title, rows in cases.items():

@@ -1,4 +1,7 @@
-"""The speed-up of a variant over eager, and whether it is uncertain because the times vary too much."""
+"""The speed-up of a variant over eager, and whether it is uncertain because the times vary too much.
+
+A variant is a way to run a model, such as with torch.compile. Eager is the variant with the unchanged model.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ _DRIFT = 1.1
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """Eager's time divided by a variant's time.
+    """The time of eager (the unchanged model) divided by the time of a variant (a way to run the model).
 
     Attributes:
-        value: eager's median divided by the variant's. Eager's is the mean of its medians before and after
-            the variant, if both were measured.
+        value: eager's median time divided by the variant's. If eager was timed before and after the variant,
+            the mean of the two medians counts.
         least, most: the lowest and the highest ratio that are possible if each of the two times is between
             its 10th and its 90th percentile.
-        drift: eager has a median before the variant and one after it: the larger divided by the smaller.
+        drift: the larger of eager's medians before and after the variant, divided by the smaller.
     """
 
     value: float
@@ -51,7 +54,7 @@ class SpeedUp:
 
 
 def eager_of(rows: Iterable[Row]) -> Row | None:
-    """The row of the variant "eager"; None if there is none with a time."""
+    """The row of "eager" (the unchanged model); None if there is no such row, or if it has no time."""
     return next((row for row in rows if row.variant == "eager" and row.median_ms), None)
 
 

@@ -1,6 +1,7 @@
-"""The table of how long a process waits for a pipeline's first images, and of the memory it takes.
+"""A table that shows how long a process waits for a pipeline's first images, and how much memory it takes.
 
-``scripts.publish.warm_up`` makes the measurements. The table is here because ``sdfastgn report`` shows it.
+``scripts.publish.warm_up`` makes the measurements. The table is made in this package because
+``sdfastgn report`` shows it.
 """
 
 from __future__ import annotations
