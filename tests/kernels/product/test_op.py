@@ -84,6 +84,8 @@ def rehearse(*args):
         pytest.param({"refused": (5.0, None), "fast": (8.0, 0.0)}, "fast", id="not one that is refused"),
         pytest.param({"slow": (12.0, 0.0)}, None, id="PyTorch's own"),
         pytest.param({"hardly": (9.9, 0.0)}, None, id="not for two percent"),
+        pytest.param(dict.fromkeys("abcd", (12.0, 0.0)) | {"e": (8.0, 0.0)}, "e", id="the fifth"),
+        pytest.param(dict.fromkeys("abcde", (12.0, 0.0)) | {"f": (8.0, 0.0)}, None, id="not the sixth"),
         pytest.param({}, None, id="no library"),
     ],
 )
