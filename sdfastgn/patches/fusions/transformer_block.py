@@ -52,7 +52,7 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
 
     Upstream's forward runs for calls with GLIGEN or the deprecated ``scale``, for feed-forward in chunks, for
     hidden states that are images, for adaptive norms and for positional embeddings. It also runs under a
-    compiler, and where no kernels run.
+    compiler, and where sdfastgn's kernels do not run.
     """
 
     def forward(
@@ -160,8 +160,9 @@ def _in_e4m3(
 ) -> tuple[Tensor, Tensor] | None:
     """Computes (attn(layer(total)), total), where total is x + residual, and ``layer`` is a LayerNorm.
 
-    Here ``layer`` writes E4M3 if the product of ``attn`` runs in it. Returns None if ``attn`` has no product
-    in E4M3, or if it does anything besides projections and attention.
+    This function is for an ``attn`` whose projections are one matrix product in E4M3 (fp8). The kernel of the
+    LayerNorm then writes its result in E4M3. Returns None if ``attn`` has no such product, or if ``attn``
+    does anything besides projections and attention.
     """
     product = attn.product(x, context) if isinstance(attn, FusedAttention) else None
     if product is None:
@@ -174,9 +175,11 @@ def _in_e4m3(
 
 
 def products_in(model: nn.Module) -> Iterator[tuple[nn.Module, list[Tensor]]]:
-    """Yields the products in transformer blocks that can run in E4M3, as (owner, weights).
+    """Yields (module, weights) for each matrix product in transformer blocks that can run in E4M3 (fp8).
 
-    ``model`` may be stock or fused. A layer with a LoRA adapter counts as the layer without the adapter.
+    One product may compute several linear layers with the same input: then ``module`` contains these layers,
+    and there is a weight for each of them. Otherwise ``module`` is the linear layer. ``model`` may be
+    optimized or not. A layer with a LoRA adapter counts as the layer without the adapter.
     """
     for block in model.modules():
         if stock_class(block) is not BasicTransformerBlock or not _has_layer_norms(block):
@@ -214,10 +217,11 @@ def _has_layer_norms(block: Any) -> bool:
 
 
 def _normed(call: Any, reader: Any, *operands: Any) -> Any:
-    """Runs ``call``, a norm or a sum and its norm.
+    """Runs ``call``, which computes a norm, or a sum and the norm of the sum.
 
-    ``reader``: the attention or feed-forward network that reads the result under autocast. None without
-    autocast.
+    Under autocast, ``reader`` is the attention or feed-forward network that reads the result. If all layers
+    that read the result cast it to half precision anyway, the norm's kernel writes half precision. Without
+    autocast ``reader`` is None.
     """
     return call(*operands) if reader is None else rounded(call, *operands, readers=_readers_of(reader))
 
