@@ -334,7 +334,9 @@ def _entries(was: Found, planned: set[str]) -> Iterator[Entry]:
     ``was``: what was found in the component. ``planned``: names of the components that run as plans.
     """
     for f in was.findings:
-        # A model is not fused if padding would make it slower. Plans do not have this problem.
+        # One reason not to fuse a model is that PyTorch repeats the borders of videos slowly in
+        # channels-last. It does not hold for plans (traced lists of kernels), so it is left out for models
+        # that run as plans.
         if was.name not in planned or f.reason != SLOW_BORDERS:
             component = was.name or type(was.component).__name__
             where = component, f.path, f.fusion.name, type(f.module).__name__

@@ -246,7 +246,7 @@ def _kept_tensors(root: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_autocast() -> Iterator[None]:
-    """A context in which autocast is off. Under autocast, code in fp32 would compute in half precision too."""
+    """A context without autocast, because under autocast code in fp32 would compute in half precision."""
     with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
         yield
 

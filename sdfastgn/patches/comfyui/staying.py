@@ -80,7 +80,7 @@ class StayingPatcher(ModelPatcher):
             callback(self)
 
     def leave(self) -> None:
-        """Stop to ignore ejections. If an ejection was ignored just now, eject the model."""
+        """Ignore no ejections from now on. If an ejection was ignored just now, eject the model."""
         was_ejected, self.stays, self.is_ejected = self.is_ejected, False, False
         if was_ejected:
             self.eject_model()

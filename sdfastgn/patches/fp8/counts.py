@@ -32,7 +32,7 @@ class Counts:
 
     def __init__(self) -> None:
         self.beyond = 0
-        # The product, quantizer and stream of each kernel that wrote E4M3 outside of a graph.
+        # The matrix product, quantizer and stream of each kernel that wrote E4M3 outside of a CUDA graph.
         self._written: list[tuple[Product, Tensor, torch.cuda.Stream | None]] = []
         # The copy to the CPU that is under way, or None: the matrix products, their quantizers on the CPU, an
         # event at the end of the copy, and True if the quantizers are from calls without a CUDA graph.
@@ -54,7 +54,8 @@ class Counts:
     def copy(self, products: Sequence[Product], quantizers: Tensor, *, is_noted: bool = False) -> None:
         """Start a copy of ``quantizers`` to the CPU, unless another copy is under way.
 
-        ``quantizers``: a row for each of ``products``. ``is_noted``: True if ``copy_noted`` calls this.
+        ``quantizers``: a row for each of ``products``. ``is_noted``: True if they are from calls without a
+        CUDA graph.
         """
         if self._copying is not None:
             return

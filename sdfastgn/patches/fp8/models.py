@@ -1,4 +1,4 @@
-"""Which models have matrix products in E4M3 (``optimize(..., precision="fp8")``), and what changes them.
+"""Keeps the matrix products in E4M3 of all models (``optimize(..., precision="fp8")``).
 
 A *product* is a matrix product that computes a linear layer, or several layers with the same input. It keeps
 a copy of its weights in E4M3 (fp8), and chooses the scale of its input in its first calls (``product.py``).
@@ -151,7 +151,7 @@ def can_quantize(weights: Sequence[Tensor]) -> bool:
 
 
 def is_allowed(model: nn.Module) -> bool:
-    """True if ``allow`` has given ``model`` products."""
+    """True if matrix products of ``model`` may run in E4M3."""
     return model in _models
 
 
@@ -172,7 +172,7 @@ def row_weights(model: nn.Module) -> RowWeights | None:
 
 
 def has_all(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]]) -> bool:
-    """True if ``allow(model, found)`` would change nothing."""
+    """True if ``model`` already has all products in E4M3 that ``allow(model, found)`` would give it."""
     return model in _models and all(_has(owner, weights) for owner, weights in found)
 
 
@@ -261,7 +261,7 @@ def _has(owner: nn.Module, weights: Sequence[Tensor]) -> bool:
 
 
 def forget(module: nn.Module) -> None:
-    """Remove the products in fp8 of ``module``, and stop to notice its moves."""
+    """Remove the product in fp8 of ``module``. From now on nothing is done when ``module`` moves."""
     global _hook
     _models.pop(module, None)
     _model_of.pop(module, None)

@@ -121,7 +121,7 @@ class Product:
         with torch.inference_mode(False):
             self.quantizer = torch.zeros(NUMBERS, dtype=torch.float32, device=first.device)
         self._of_graphs = self.quantizer
-        self._learned = 0.0  # the first scale
+        self._learned = 0.0  # the scale that was chosen first; 0 before
         self.growth = 1
         # A dict from the growth of the scale to the quantizer with this scale. All quantizers are kept,
         # because calls in other threads may still read an older one.
@@ -275,7 +275,8 @@ class Product:
 
     def operands(self) -> tuple[Tensor, Tensor]:
         """Returns the weights in E4M3 and their scale. The current stream waits until both are written."""
-        if not is_capturing():  # before a graph runs, ``Products.refresh`` waits
+        # A CUDA graph must not contain this wait. ``Products.refresh`` waits before each replay instead.
+        if not is_capturing():
             self.wait()
         return self._e4m3, self._scale
 
@@ -294,7 +295,7 @@ class Product:
 
         ``numbers``: the quantizer after the call, in which the kernel has stored the largest input.
         """
-        # Otherwise the call had an older quantizer, and the scale has been changed since.
+        # False if the call had an older quantizer, because the scale has been changed since.
         is_present = numbers[LEARNED] == self._learned * self.growth
         if not (self.is_on and is_present and numbers[MOST] > LARGEST):
             return
@@ -368,8 +369,8 @@ class Product:
             return
         model = self.model()
         if self.calls == 0 and model is not None and model.calls >= CALLS:
-            # This layer was not called until now, for instance because of an adapter that is not merged.
-            # The model runs without graphs once more.
+            # This layer was not called until now, for instance because of an adapter that is not merged. So
+            # the model runs without CUDA graphs again, until the scale of this layer's inputs is chosen.
             model.calls = 0
         most = self.quantizer[MOST]
         torch.maximum(most, _largest(x), out=most)

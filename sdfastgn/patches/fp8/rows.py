@@ -122,7 +122,7 @@ class RowWeights:
         return [copy for ref in self._copies.valuerefs() if (copy := ref()) is not None]
 
     def _found(self) -> list[tuple[Copy, Tensor]]:
-        """The copies and their present weights."""
+        """Returns each copy with the weight that its module has now."""
         found = [(copy, copy.holder.get(copy.name)) for copy in self._living()]
         return [(copy, weight) for copy, weight in found if isinstance(weight, Tensor)]
 
@@ -195,7 +195,7 @@ class RowWeights:
             self._touch()
         return False
 
-    # ---- changes
+    # ---- events after which copies must be made again
 
     def _touch(self) -> None:
         self._contents = None

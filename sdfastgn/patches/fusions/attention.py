@@ -186,7 +186,7 @@ class FusedAttention(Attention):
             not torch.compiler.is_compiling()
             and dispatch.has_kernels(hidden_states)
             and type(self.processor) is AttnProcessor2_0
-            and options.keys() <= {"temb"}  # temb is for spatial_norm, which is None here
+            and options.keys() <= {"temb"}  # only ``spatial_norm`` reads temb, and it is None here
             and hidden_states.dim() in (3, 4)
             and _fits(context, hidden_states)
             and _is_plain_attention(self)

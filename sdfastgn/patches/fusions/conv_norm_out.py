@@ -78,7 +78,7 @@ _hand_off = _HandOff()
 class FusedNormOut(FusedGroupNorm):
     """``conv_norm_out``, the last norm of a model. It also applies the activation ``conv_act`` in its kernel.
 
-    It does so only while the model's forward runs. If other code calls it, it only normalizes.
+    The activation is applied only while the model's forward runs. Calls from other code only normalize.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class _NormOutFusion:
     def undo(self, module: Any) -> None:
         remove_hooks(module, arm, disarm)
         for name in ("conv_norm_out", "conv_act"):
-            child = module._modules.get(name)  # None if other code has removed this child
+            child = module._modules.get(name)  # the child is None if other code has removed it
             if child is not None:
                 restore_class(child)
 

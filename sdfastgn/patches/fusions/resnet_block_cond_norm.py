@@ -43,7 +43,10 @@ class FusedResnetBlockCondNorm2D(ResnetBlockCondNorm2D):
         return add(h, input_tensor, bias, self.output_scale_factor)
 
     def _norm_act(self, name: str, x: Tensor, temb: Tensor, bias: Tensor | None) -> Tensor:
-        """Computes ``act(norm(x + bias, temb))``, in one kernel if possible. The attribute is ``name``."""
+        """Computes ``act(norm(x + bias, temb))`` with the norm in the attribute ``name``.
+
+        This takes one kernel if possible.
+        """
         norm, act = layer_of(self, name), layer_of(self, "nonlinearity")
         y = ada_group_norm.ada_norm_act(norm, act, x, temb, bias)
         return act(norm(add_bias(x, bias), temb)) if y is None else y

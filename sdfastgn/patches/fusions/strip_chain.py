@@ -2,9 +2,9 @@
 
 ``conv_in`` and the middle block run on the whole image, because attention in the middle block needs all
 positions. The feature maps after the middle block are larger. There is a limit for the memory of feature maps
-(``_held_bytes``): what diffusers takes for a tile, or attention in the middle block, but at least 1.75 GiB. A
-feature map stays in memory if it fits into this limit. Strips of all other feature maps are computed again
-whenever they are needed (docs/adr/0023-tiled-decode.md).
+(``_held_bytes``): the memory that diffusers takes for a tile, or that attention in the middle block takes,
+but at least 1.75 GiB. A feature map stays in memory if it fits into this limit. Strips of all other feature
+maps are computed again whenever they are needed (docs/adr/0023-tiled-decode.md).
 
 ``fusions/tiled_decode.py`` uses this file for the VAEs of diffusers, and ``comfyui/tiled_decode.py`` for
 those of ComfyUI.
@@ -128,7 +128,7 @@ def _can_hold(layer: Resnet | Upsample, after: ResnetParts | UpsampleParts | Non
 
     There is a further condition for an upsampling, whose result is large. If the next layer's result has
     another shape, it cannot be written over the result of the upsampling. Then both results must fit into
-    ``most`` bytes together. Otherwise the result of the upsampling would leave no room for any later map.
+    ``most`` bytes together. Otherwise no later feature map would fit beside the result of the upsampling.
 
     ``after``: the parts of the layer after ``layer``; None if ``layer`` is the last one.
     """
@@ -239,7 +239,8 @@ def merges_now(decoder: nn.Module, parts: Parts) -> bool:
     Returns False if one of the adapters cannot be merged in this call, so that peft's forward must run.
     """
     wrappers = [conv for conv in _convolutions(parts) if _inner(conv) is not conv]
-    if any(map(waits, wrappers)):  # such as a LoRA that was added after ``optimize``
+    # An adapter may not have been merged yet, for instance a LoRA that was added after ``optimize``.
+    if any(map(waits, wrappers)):
         adopt(decoder)
     return not any(plain_layer(conv) is conv for conv in wrappers)
 

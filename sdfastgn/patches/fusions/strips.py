@@ -238,7 +238,7 @@ def _channels(conv: Any) -> int:
     return int(plain_layer(conv).out_channels)
 
 
-# --- computation of whole maps ------------------------------------------------------------------------
+# --- computation of whole feature maps ----------------------------------------------------------------
 
 
 def hold(layer: _Computed, *, is_normalized: bool) -> Held:
@@ -299,7 +299,7 @@ def _strips(layer: _Computed) -> Iterator[tuple[int, int]]:
         yield i * H // count, (i + 1) * H // count
 
 
-# --- statistics of a map ------------------------------------------------------------------------------
+# --- statistics of a feature map ----------------------------------------------------------------------
 
 
 def _of_strip(y: Tensor) -> tuple[int, Tensor]:
@@ -341,7 +341,7 @@ def _combined(means: Tensor, m2: Tensor, counts: Tensor) -> Tensor:
     return torch.stack((mean, (m2 + counts * (means - mean).square()).sum(0) / total))
 
 
-# --- rows of a map ------------------------------------------------------------------------------------
+# --- rows of a feature map ----------------------------------------------------------------------------
 
 
 def _rows(x: Tensor, top: int, bottom: int) -> Tensor:
@@ -385,20 +385,20 @@ def _conv(conv: Any, x: Tensor, first: int, top: int, bottom: int) -> tuple[Tens
 
 
 def _norm_act(norm: Any, act: Any, x: Tensor, moments: Any, bias: Tensor | None = None) -> Tensor:
-    """Computes ``act(norm(x + bias))``, where the norm takes the statistics of the whole map.
+    """Computes ``act(norm(x + bias))``, where the norm takes the statistics of the whole feature map.
 
     Args:
         norm: a GroupNorm.
         act: the activation.
-        x: some rows of the map.
-        moments: (2, C), mean and variance of each channel of the whole map, before the bias is added.
-        bias: (C,) or None.
+        x: some rows of the feature map.
+        moments: (2, C), mean and variance of each channel of the whole feature map, before the bias is added.
+        bias: (C,), a number for each channel that is added first; None to add nothing.
     """
     mean, variance = moments
     name = activation_of(act, stock_class(act)) or "identity"
     if dispatch.runs_in_triton(x) and not dispatch.is_op_off("group_norm", x):
-        # The kernel takes a sum of squared deviations, and divides it by the number of positions in x. So
-        # this sum is ``variance`` times that number, and not the sum of the whole map.
+        # The kernel takes a sum of squared deviations, and divides this sum by the number of positions in x,
+        # which has only some rows. So the sum must be ``variance`` times this number of positions.
         m2 = variance * (x.shape[2] * x.shape[3])
         statistics = torch.stack((mean, m2)).float().view(2, 1, 1, -1)
         options: dict[str, Any] = {"shift": bias, "statistics": statistics}

@@ -34,7 +34,7 @@ from sdfastgn.patches.swap.tested_sources import tested, unknown_source
 
 try:
     from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
-except ImportError:  # a diffusers before Flux2
+except ImportError:  # the installed diffusers is older than Flux 2
     AutoencoderKLFlux2 = AutoencoderKL
 
 # The VAE classes of diffusers that are fused here. Their ``_decode`` and ``tiled_decode`` do the same.

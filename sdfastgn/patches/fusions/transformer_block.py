@@ -48,7 +48,7 @@ from sdfastgn.patches.swap.tested_sources import tested
 
 
 class FusedBasicTransformerBlock(BasicTransformerBlock):
-    """``BasicTransformerBlock`` with sdfastgn's LayerNorm. hidden_states (N, tokens, dim) -> the same.
+    """``BasicTransformerBlock`` with sdfastgn's LayerNorm. hidden_states and the result: (N, tokens, dim).
 
     Upstream's forward runs for calls with GLIGEN or the deprecated ``scale``, for feed-forward in chunks, for
     hidden states that are images, for adaptive norms and for positional embeddings. It also runs under a
@@ -150,7 +150,7 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
             or hidden_states.dim() != 3
             or self._chunk_size is not None
             or "gligen" in options
-            or "scale" in options  # this argument is deprecated, and upstream's forward warns of it
+            or "scale" in options  # ``scale`` is deprecated, and upstream's forward warns of it
             or not _has_layer_norms(self)
         )
 
@@ -206,7 +206,7 @@ def _register_for_hooks() -> None:
         from diffusers.hooks._helpers import TransformerBlockRegistry
 
         stock = TransformerBlockRegistry.get(BasicTransformerBlock)
-    except (ImportError, ValueError):  # diffusers before 0.35 has no such hooks
+    except (ImportError, ValueError):  # diffusers before 0.35 has no hooks that skip blocks
         return
     TransformerBlockRegistry.register(FusedBasicTransformerBlock, replace(stock))
 

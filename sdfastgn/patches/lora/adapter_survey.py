@@ -145,7 +145,7 @@ class AdapterSurvey:
         """
         try:
             return not self.layers or (self._has_same_settings(factor) and self._has_same_objects())
-        except (AttributeError, LookupError, RuntimeError):  # another thread changes peft's dicts
+        except (AttributeError, LookupError, RuntimeError):  # another thread is changing peft's dicts
             return False
 
     def is_written(self, factor: float) -> bool:
@@ -156,7 +156,7 @@ class AdapterSurvey:
         """
         try:
             return all(map(partial(_is_written, factor=factor), self.layers, self._records))
-        except (AttributeError, LookupError, RuntimeError):  # another thread changes peft's dicts
+        except (AttributeError, LookupError, RuntimeError):  # another thread is changing peft's dicts
             return False
 
     def wait(self) -> None:
@@ -167,7 +167,7 @@ class AdapterSurvey:
     def _has_same_settings(self, factor: float) -> bool:
         try:
             return factor == self._factor and self._settings_now() == self._settings
-        except (AttributeError, LookupError, RuntimeError):  # another thread changes peft's dicts
+        except (AttributeError, LookupError, RuntimeError):  # another thread is changing peft's dicts
             return False
 
     def has_same_tensors(self) -> bool:
@@ -180,7 +180,7 @@ class AdapterSurvey:
             return True
         try:
             is_same = self._has_same_objects()
-        except (AttributeError, LookupError, RuntimeError):  # another thread changes peft's dicts
+        except (AttributeError, LookupError, RuntimeError):  # another thread is changing peft's dicts
             return False
         if is_same and self._contents is not None:
             self._contents.look(self._compared)
@@ -222,7 +222,8 @@ class AdapterSurvey:
 
     def _note(self) -> None:
         """If a tensor has new contents, mark all merged weights as outdated, and record the new contents."""
-        # Adapters that are not active may be in main memory (``set_lora_device``).
+        # Only tensors on the devices of the merged weights are compared. Adapters that are not active may be
+        # in main memory, where diffusers' ``set_lora_device`` puts them.
         self._compared = [tensor for tensor in self._tensors if tensor.device in self._devices]
         has_contents = self._contents is not None and self._contents.are_of(self._compared)
         if has_contents and self._contents.are_same(self._compared):  # type: ignore[union-attr]
@@ -399,7 +400,9 @@ class AdapterSurvey:
             self._touches(),
             list(map(_disabled_of, owns)),
             list(map(len, map(_fused_of, owns))),
-            list(map(tuple, map(_active_of, owns))),  # copies, because a list may be changed in place
+            list(
+                map(tuple, map(_active_of, owns))
+            ),  # these are copies, because a list may be changed in place
             list(map(type, scales)),
             list(chain.from_iterable(map(dict.values, scales))),
         ]

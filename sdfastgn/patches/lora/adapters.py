@@ -58,12 +58,14 @@ def unmerged_layers(
         with_waiting: True also yields layers that can run with merged weights, but have none yet.
     """
     for path, module in root.named_modules(prefix=prefix):
-        # A wrapper that was added after ``optimize(merge_adapters=False)`` is allowed, but its model is not.
+        # ``optimize(merge_adapters=False)`` forbids merging for the model and for the layers that it has at
+        # this time. A LoRA layer that was added later is not marked, so both the model and the layer are
+        # asked.
         is_merging = is_allowed(root) and is_allowed(module) if merges is None else merges
         reason = adapter_reason(module, is_merging)
         if reason is None and with_waiting and waits(module):
-            # This is also so after ``.to()``, which frees the merged weights. The layer keeps the class that
-            # sdfastgn has given it, and the next call merges again.
+            # The adapter may be new. Or ``.to()`` has freed the merged weights: then the layer has kept the
+            # class that sdfastgn gave it, and the next call merges again.
             reason = f"its adapter (LoRA) is not merged yet: {_when_merged(root, module)}"
         if reason is not None:
             yield path, module, reason

@@ -271,7 +271,7 @@ def merged_layer(layer: nn.Module) -> Any:
         return None
     if record is None:
         return None
-    record.wait()  # the next write, perhaps in another stream, waits for this one
+    record.wait()  # so that the next write, perhaps in another stream, waits for the current stream
     return record.layer
 
 

@@ -61,12 +61,15 @@ class _MergedLayer(nn.Module):
         own: Any = vars(self)
         if type(names) is not list or names != own["_active_adapter"]:
             return False
-        # The parameters that this dict names never require gradients, so the comparison below would be wrong.
+        # ``frozen_peft_weight_names`` names parameters that never require gradients. The comparison below
+        # would be wrong for them.
         if getattr(self, "frozen_peft_weight_names", None):
             return False
         for kind in self.adapter_layer_names:
             part = own["_modules"].get(kind)
-            if part is None or part._parameters:  # this is so for embeddings' adapters, which are not checked
+            if (
+                part is None or part._parameters
+            ):  # adapters of embeddings are such a case, and are not checked
                 return False
             for name, layer in part._modules.items():
                 is_active = name in names

@@ -31,7 +31,8 @@ def know(subclasses: Mapping[type[nn.Module], type[nn.Module]]) -> None:
 def subclasses() -> Mapping[type[nn.Module], type[nn.Module]]:
     """The subclass of each of peft's LoRA classes. Empty until other code has imported peft's layers."""
     if not _subclasses and PEFT in sys.modules:
-        importlib.import_module("sdfastgn.patches.lora.peft_layers")  # which imports this file
+        # This import cannot stand at the top, because ``peft_layers`` imports this file, and imports peft.
+        importlib.import_module("sdfastgn.patches.lora.peft_layers")
     return _subclasses
 
 
