@@ -1,4 +1,4 @@
-"""Random inputs for a call of a diffusers model, made from the model's configuration."""
+"""Makes random inputs for a call of a diffusers model, from the model's configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The networks of ``configurations.py`` with random weights, and their inputs.
+"""Builds the networks of ``configurations.py`` with random weights, and makes their inputs.
 
 No pretrained weights are needed to time a network. Weights are drawn from a normal distribution with variance
 1 / fan_in, so that activations stay near one and every output is finite in fp16. The weights and biases of

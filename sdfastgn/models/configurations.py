@@ -200,8 +200,8 @@ _DC_AE = {
     "upsample_block_type": "interpolate",
     "scaling_factor": 0.41407,
 }
-# Model -> part ("unet", "vae" or "transformer") -> network. The first part of a model is the default of
-# ``--part``.
+# For each model its networks: "unet", "vae" or "transformer". The first network of a model is the default of
+# the command-line option ``--part``.
 VIDEO_NETWORKS: dict[str, dict[str, VideoNetwork]] = {
     "flux": {
         "transformer": VideoNetwork(

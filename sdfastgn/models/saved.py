@@ -23,7 +23,8 @@ def load_config(weights: str, component: str) -> dict[str, Any]:
     """
     if Path(weights).is_dir():
         return dict(json.loads((Path(weights) / component / _CONFIG).read_text(encoding="utf-8")))
-    from diffusers import UNet2DConditionModel  # its ``load_config`` works for any component
+    # This class is used for all components, because its ``load_config`` works for any of them.
+    from diffusers import UNet2DConditionModel
 
     with warnings.catch_warnings():
         # Newer clients of the Hub warn of an argument that diffusers passes. The user cannot change this.
@@ -45,7 +46,8 @@ def unet_config(option: str, weights: str) -> dict[str, Any]:
         return load_config(weights, "unet")
     except Exception as error:  # the Hub's client raises errors of many classes
         check_hub(option, weights, error)
-        from sdfastgn.kernels.common.failures import one_line  # here, because it imports torch
+        # This import is not at the top of the file, because it imports torch, which takes seconds.
+        from sdfastgn.kernels.common.failures import one_line
 
         raise OptionError(f"{lacks}: {one_line(error)}") from None
 

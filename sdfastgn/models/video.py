@@ -1,4 +1,4 @@
-"""Random inputs for the networks of ``configurations.VIDEO_NETWORKS``, and a call of such a network."""
+"""Makes random inputs for the networks of ``configurations.VIDEO_NETWORKS``, and calls these networks."""
 
 from __future__ import annotations
 

@@ -158,7 +158,8 @@ class FusedUNetModel(UNetModel):
         transformer_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if transformer_options is None:  # this call comes from ``GraphedForward``
+        # Only ``GraphedForward``, which captures and replays CUDA graphs, calls without this argument.
+        if transformer_options is None:
             if control is not None:
                 control = {name: list(entries) for name, entries in control.items()}
             with keeping_interrupts():

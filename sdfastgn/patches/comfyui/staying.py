@@ -46,7 +46,7 @@ class StayingPatcher(ModelPatcher):
     is_ejected = False
 
     def is_unchanged(self) -> bool:
-        """True if the whole model is loaded and fused, and has the weights and objects that it shall have."""
+        """True if the whole model is loaded and fused, and a new load by ComfyUI would change nothing."""
         model, unknown = self.model, object()
         by = _injected_by.get(model)
         return (
@@ -85,7 +85,7 @@ class StayingPatcher(ModelPatcher):
         if was_ejected:
             self.eject_model()
 
-    # ---- methods by which ComfyUI changes the model: before them, an ignored ejection is made up for
+    # ---- methods by which ComfyUI changes the model; an ejection that was ignored is done before that
 
     def load(self, *args: Any, **options: Any) -> Any:
         self.leave()

@@ -400,9 +400,7 @@ class AdapterSurvey:
             self._touches(),
             list(map(_disabled_of, owns)),
             list(map(len, map(_fused_of, owns))),
-            list(
-                map(tuple, map(_active_of, owns))
-            ),  # these are copies, because a list may be changed in place
+            list(map(tuple, map(_active_of, owns))),  # as copies, because lists may change in place
             list(map(type, scales)),
             list(chain.from_iterable(map(dict.values, scales))),
         ]
