@@ -509,7 +509,7 @@ def _refuse_skipped(call: str, before: list[Found], options: Options) -> None:
 
 
 def _tell(call: str, found: list[Verdict], strict: bool) -> None:
-    """Warn of modules that were wrong and got their original code again, and of those not compared.
+    """Warn of modules that were wrong and got their original code again, and of modules not compared.
 
     With ``strict``, raises ValueError if a module was wrong.
 

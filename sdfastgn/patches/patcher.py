@@ -107,8 +107,8 @@ def inspect_model(
 
     Args:
         named: (path, module) for all modules of the model; the first module is the model itself.
-        asked: names of fusions to consider although they are off by default. Those of earlier calls of
-            ``ask``, and those that are already applied in the model, are considered anyway.
+        asked: names of fusions to consider although they are off by default. Fusions that earlier calls of
+            ``ask`` named, or that are already applied in the model, are considered anyway.
         left_out: names of fusions that are not considered; None: the names in the last ``leave_out``.
     """
     component = named[0][1]

@@ -127,7 +127,7 @@ def keep_at_moves(unet: nn.Module) -> None:
 class _DropGraphs(InstanceEntry):
     """Replaces the method ``_apply`` of a UNet, which ``.to()`` and similar methods call.
 
-    A call drops the CUDA graphs, removes this replacement, and runs the original method.
+    A call drops the CUDA graphs and plans, removes this replacement, and runs the original method.
     """
 
     __slots__ = ()

@@ -275,7 +275,8 @@ class Product:
 
     def operands(self) -> tuple[Tensor, Tensor]:
         """Returns the weights in E4M3 and their scale. The current stream waits until both are written."""
-        # A CUDA graph must not contain this wait. ``Products.refresh`` waits before each replay instead.
+        # During the capture of a CUDA graph nothing waits here: ``Products.refresh`` waits before a graph
+        # runs.
         if not is_capturing():
             self.wait()
         return self._e4m3, self._scale

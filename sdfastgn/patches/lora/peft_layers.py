@@ -67,9 +67,8 @@ class _MergedLayer(nn.Module):
             return False
         for kind in self.adapter_layer_names:
             part = own["_modules"].get(kind)
-            if (
-                part is None or part._parameters
-            ):  # adapters of embeddings are such a case, and are not checked
+            # Adapters of embeddings have parameters here. They are not checked.
+            if part is None or part._parameters:
                 return False
             for name, layer in part._modules.items():
                 is_active = name in names

@@ -99,8 +99,8 @@ class PreparedLayer:
     def combine(self, names: list[str]) -> bool:
         """Combines the prepared adapters ``names``. Returns False if one of them cannot be merged.
 
-        Also returns False if the plain layer with the merged weights has no bias but needs one, because the
-        layer or one of these adapters has a bias, or if the plain layer has a bias but needs none.
+        Also returns False if the plain layer with the merged weights has no bias but needs one, or has a bias
+        but needs none. It needs one if the model's own layer or one of these adapters has a bias.
         """
         found = []
         for name in names:
