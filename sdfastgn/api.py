@@ -331,7 +331,8 @@ def report(obj: Any) -> Report:
 def _entries(was: Found, planned: set[str]) -> Iterator[Entry]:
     """Yields an entry of the report for each module of a component and each fusion for such modules.
 
-    ``was``: what was found in the component. ``planned``: names of the components that run as plans.
+    ``was``: what was found in the component. ``planned``: names of the components that run as plans, which
+    are traced lists of kernels.
     """
     for f in was.findings:
         # One reason not to fuse a model is that PyTorch repeats the borders of videos slowly in

@@ -65,7 +65,8 @@ class Left:
     """A model that sdfastgn makes no faster.
 
     ``path``: the model's name in the pipeline; empty if it is in no pipeline. ``kind``: the name of the
-    model's class. ``reason``: why the model has no fused modules, CUDA graphs or plans.
+    model's class. ``reason``: why the model has no fused modules, no CUDA graphs, and no plans (traced lists
+    of kernels).
     """
 
     path: str
@@ -182,7 +183,7 @@ class Report:
         return bool(self.fused or self.merged) or any(p.is_on for p in self.plans)
 
     def _waiting(self) -> list[str]:
-        """Names of the models that will run as plans, as long as none of them was called.
+        """Names of the models that will run as plans (traced lists of kernels), until one of them is called.
 
         Models inside of other such models are left out. The list is empty once one of the models was called.
         """
@@ -205,7 +206,7 @@ class Report:
         return [g.path or g.kind for g in stock if g.mode == "False" and not g.eager]
 
     def _without_graphs(self) -> list[str]:
-        """Paths of UNets with fused blocks whose calls ran as neither CUDA graphs nor plans.
+        """Paths of UNets with fused blocks whose calls ran neither as CUDA graphs nor as traced plans.
 
         UNets whose later calls may run as graphs are left out.
         """
@@ -352,7 +353,7 @@ def _plans_state(plans: int, calls: int) -> str:
 
 
 def _calls_text(count: int, reason: str) -> str:
-    """Says how many calls ran without a CUDA graph or plan, and why.
+    """Says how many calls ran the model's own Python, without a CUDA graph or a traced plan, and why.
 
     ``count``: 0 if the reason holds for all calls.
     """

@@ -123,7 +123,8 @@ class Survey:
         models: a dict from names to what was found, for all components that are models. If the user has given
             a model and no pipeline, its name is "". A component that occurs twice is listed once. A component
             that is inside of another component is not listed.
-        roots: the items of ``models`` with anything to fuse, to capture as CUDA graphs or to run as plans.
+        roots: the items of ``models`` with anything to fuse, to capture as CUDA graphs, or to run as plans
+            (traced lists of kernels).
         adaptable: the other items of ``models`` that have adapters or can get some.
         parts: what was found in components that are no models; empty if ``roots`` is empty.
     """

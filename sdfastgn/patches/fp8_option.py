@@ -21,8 +21,8 @@ def check(call: str, roots: Iterable[nn.Module], in_rows: Sequence[Tensor]) -> N
 
     This is so if there are no such products, or if the device or dtype of one of their weights does not fit.
 
-    ``call``: the name of the public function, for the error. ``in_rows``: weights that plans would quantize
-    row by row.
+    ``call``: the name of the public function, for the error. ``in_rows``: weights that plans (traced lists of
+    kernels) would quantize row by row.
     """
     found = [weights for root in roots for _, weights in _products_in(root)]
     reason = fp8.reason_to_refuse([*found, in_rows]) or fp8.reason_to_refuse_rows(in_rows)

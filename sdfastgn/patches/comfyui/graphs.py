@@ -97,7 +97,10 @@ def graphs_of(unet: nn.Module) -> GraphedForward | None:
 
 
 def drop(unet: nn.Module) -> None:
-    """Drop all CUDA graphs and plans of ``unet``. This frees their memory and the weights that they use."""
+    """Drop all CUDA graphs and plans (traced lists of kernels) of ``unet``.
+
+    This frees their memory, and the weights to which they refer.
+    """
     graphed = _graphs.get(unet)
     if graphed is not None:
         graphed.clear()
@@ -107,7 +110,9 @@ def drop(unet: nn.Module) -> None:
 
 
 def drop_at_next_move(unet: nn.Module) -> None:
-    """Let the next ``.to()`` of ``unet``, or of a module around it, drop its CUDA graphs and plans.
+    """Let the next ``.to()`` of ``unet``, or of a module around it, drop the CUDA graphs of ``unet``.
+
+    Its plans (traced lists of kernels that replace the model's Python) are dropped too.
 
     ComfyUI calls ``.to()`` when it unloads a model, and when it has removed a LoRA from the weights. The call
     may come from a clone of the ``ModelPatcher`` that is not optimized, and has no callbacks of sdfastgn.
@@ -120,14 +125,14 @@ def drop_at_next_move(unet: nn.Module) -> None:
 
 
 def keep_at_moves(unet: nn.Module) -> None:
-    """Let ``unet`` keep its CUDA graphs and plans when it is moved (the reverse of ``drop_at_next_move``)."""
+    """Let ``unet`` keep its CUDA graphs when it is moved. This is the reverse of ``drop_at_next_move``."""
     stop_following(unet, _DropGraphs)
 
 
 class _DropGraphs(InstanceEntry):
     """Replaces the method ``_apply`` of a UNet, which ``.to()`` and similar methods call.
 
-    A call drops the CUDA graphs and plans, removes this replacement, and runs the original method.
+    A call drops the UNet's CUDA graphs, removes this replacement, and runs the original method.
     """
 
     __slots__ = ()

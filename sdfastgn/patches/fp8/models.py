@@ -166,7 +166,10 @@ def allow_rows(model: nn.Module) -> None:
 
 
 def row_weights(model: nn.Module) -> RowWeights | None:
-    """The weights in E4M3 that plans of ``model`` read; None if its plans may not use E4M3."""
+    """The weights in E4M3 that plans of ``model`` read; None if its plans may not use E4M3.
+
+    A plan is a traced list of kernels that replaces the Python of the model's forward.
+    """
     own = _models.get(model)
     return own if isinstance(own, RowWeights) else None
 

@@ -5,9 +5,10 @@ The fused forward computes what ``AttnProcessor2_0`` does, with four differences
 - Self-attention computes q, k and v in one matrix product; cross-attention computes k and v in one. The
   parameters stay the same objects (``layers/packed_weights.py``).
 - Attention to the few keys of a prompt, and attention with the wide heads of a VAE, run in special kernels.
-- There is no division by ``rescale_output_factor`` if this factor is 1. Stock divides by 1 in a pass over the
-  whole tensor.
-- The processor's signature is not inspected at each call. In stock this takes longer than a kernel launch.
+- There is no division by ``rescale_output_factor`` if this factor is 1. diffusers divides by 1 in a pass over
+  the whole tensor.
+- The processor's signature is not inspected at each call. In diffusers this takes longer than a kernel
+  launch.
 
 One product is faster than three if each of the three leaves a part of the GPU idle. For 2048 tokens of 1280
 channels each product has 80 tiles of 128 x 256, and an H200 computes 132 tiles at a time. Three products take

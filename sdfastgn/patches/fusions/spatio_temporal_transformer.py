@@ -8,7 +8,7 @@ channels-last image, as in ``temporal_transformer.py``. Further differences:
 - the last matrix product of each feed-forward network adds its result to the residual in place;
 - if the image prompt is a single token, cross-attention adds the same vector to all tokens of a video
   (``transformer_block.py``). If it has more tokens, their keys and values are computed once for each video.
-  Stock computes them once for each pixel;
+  diffusers computes them once for each pixel;
 - one pass mixes the results of the two blocks (``alpha_blender.py``);
 - the result is channels-last, and the last sum computes the statistics of the next block's norm.
 

@@ -199,7 +199,7 @@ def reason_to_skip(parts: Parts, class_of: Callable[[Any], type] = stock_class) 
 
 
 def _convolutions(parts: Parts) -> list[Any]:
-    """The 3 x 3 convolutions of ``parts``, or the wrappers of adapters around them."""
+    """Returns the 3 x 3 convolutions of a decoder, or peft's LoRA layers around them."""
     found = [parts.out.conv]
     for layer in parts.layers:
         found += [layer.conv] if isinstance(layer, UpsampleParts) else [layer.conv1, layer.conv2]

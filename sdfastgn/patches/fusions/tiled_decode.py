@@ -1,8 +1,8 @@
 """The VAEs of Stable Diffusion and Flux: decode a large image in strips, as if it were in one piece.
 
-After ``enable_tiling`` stock decodes a large latent in overlapping tiles. Each norm takes the mean and
-variance of its tile, so neighboring tiles get different colors, which stock blends where tiles overlap. Here
-each norm takes the mean and variance of the whole image (``strips.py``), so there are no seams.
+After ``enable_tiling`` diffusers decodes a large latent in overlapping tiles. Each norm takes the mean and
+variance of its tile, so neighboring tiles get different colors. diffusers blends them where tiles overlap.
+Here each norm takes the mean and variance of the whole image (``strips.py``), so there are no seams.
 ``strip_chain.py`` decides which feature maps stay in memory.
 
 The method ``tiled_decode`` is replaced in the ``__dict__`` of the VAE. The class of the VAE stays the same,

@@ -3,11 +3,12 @@
     norm1 - attn1 - (add, norm2) - attn2 - (add, norm3) - ff - add
 
 A kernel of (add, norm) reads two tensors, and writes their sum and its norm: four transfers of a tensor in
-one launch. Stock makes five in two launches, because its norm reads the sum again.
+one launch. diffusers makes five in two launches, because its norm reads the sum again.
 
 On a GPU, without gradients, the last add is part of a matrix product: the last linear layer of the
 feed-forward adds its result in place to the sum of (add, norm3). That kernel has already added the bias of
-this linear layer (``total_bias`` of ``add_layer_norm``). So the result is rounded once less than in stock.
+this linear layer (``total_bias`` of ``add_layer_norm``). So the result is rounded once less than in
+diffusers.
 
 If the context is a single token, as in Stable Video Diffusion, ``attn2`` adds the same vector to each token
 of a sample, because its softmax has only one score. Then norm2, the queries and the attention are left out,
