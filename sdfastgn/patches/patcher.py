@@ -83,7 +83,7 @@ def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
     """
     now = parts_of(obj)
     ids = set(map(id, now.values()))
-    # Other threads may add keys meanwhile. ``keyrefs`` copies the keys in one step.
+    # Other threads may add entries to ``_found_at`` during the loop. ``keyrefs`` copies the keys at once.
     changed = [part for ref in _found_at.keyrefs() if (part := ref()) is not None]
     then = [(_found_at[part][0], part) for part in changed if _found_at[part][1]() is obj]
     return [*now.items(), *((path, part) for path, part in then if id(part) not in ids)]

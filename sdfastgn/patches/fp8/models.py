@@ -308,7 +308,7 @@ def _put_into(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     weight = parameters.get("weight") if isinstance(parameters, dict) else None
     if weight is None:
         return
-    # Other threads may add keys meanwhile. ``keyrefs`` copies the keys in one step.
+    # Other threads may add entries to ``_products`` during the loop. ``keyrefs`` copies the keys at once.
     owners = [owner for ref in _products.keyrefs() if (owner := ref()) is not None]
     for product in filter(None, map(_products.get, owners)):
         if product.is_any_of({id(weight)}):

@@ -439,7 +439,7 @@ def give_back(root: nn.Module | None = None) -> int:
 
     From now on these layers run peft's code. ``root``: None for all models.
     """
-    # Other threads may add keys meanwhile. ``keyrefs`` copies the keys in one step.
+    # Other threads may add entries to ``records`` during the loop. ``keyrefs`` copies the keys at once.
     every = [ref() for ref in records.keyrefs()] if root is None else root.modules()
     layers = [layer for layer in every if layer is not None and is_merged(layer)]
     for layer in layers:
