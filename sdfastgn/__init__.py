@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # "import X as X" tells type checkers that X is public
 
 __version__ = "0.1.0"
 
-# Public name -> the module that defines it. The module is imported when the name is first used (PEP 562).
+# The Python module that defines each public name. It is imported when the name is first used (PEP 562).
 _HOMES = {
     "BatchNorm": "sdfastgn.modules",
     "GroupNorm": "sdfastgn.modules",

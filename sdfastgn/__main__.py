@@ -1,4 +1,4 @@
-"""``python -m sdfastgn``: the same command line as the ``sdfastgn`` script."""
+"""Lets ``python -m sdfastgn`` run the same command line as the ``sdfastgn`` script."""
 
 from sdfastgn.cli import main
 

@@ -47,7 +47,7 @@ P = ParamSpec("P")
 
 
 def _checked(function: F) -> F:
-    """A decorator: an unknown keyword argument raises a TypeError that suggests a known one."""
+    """A decorator. Calls with an unknown keyword argument raise a TypeError that suggests a known one."""
     names = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -77,39 +77,48 @@ def optimize(
     plans: bool = True,
     trust: Sequence[str] = (),
 ) -> T:
-    """Make a diffusers pipeline or model faster, in place. ``restore`` undoes it exactly.
+    """Make a diffusers pipeline or model faster, in place. ``restore`` undoes this exactly.
 
-    Images differ from the stock model's only by rounding. FP8 makes larger errors (``precision``), and
-    a tiled decode gives the image of a decode without tiles (``exact_tiling``).
+    Images differ from those of the original model only by rounding. There are two exceptions: FP8 makes
+    larger errors (``precision``), and a tiled decode gives the image of a decode without tiles
+    (``exact_tiling``).
 
     Args:
         obj: a diffusers pipeline, or any ``torch.nn.Module``. In a pipeline, all models that can gain are
             optimized, its image processor, and most schedulers (docs/coverage.md).
         strict: True raises a ValueError if anything must be skipped.
-        cuda_graphs: ``"auto"`` captures the second call of a kind as a CUDA graph and replays it for later
-            ones (in transformers only where Python is slower than the GPU), True the first, False none.
-            ``"training"`` is ``"auto"``, and also captures calls with gradients (docs/fusions.md,
-            docs/training.md).
+        cuda_graphs: calls of a model are of one kind if their shapes, dtypes and other arguments are equal.
+            ``"auto"`` captures the second call of each kind as a CUDA graph, and replays the graph for later
+            calls of this kind. In transformers this is done only where Python is slower than the GPU. True
+            captures the first call, False none. ``"training"`` is ``"auto"``, and also captures calls with
+            gradients (docs/fusions.md, docs/training.md).
         missing_ok: True returns ``obj`` unchanged if there is nothing to optimize. False raises an error for
             a module, and warns for a pipeline or a module that can get adapters.
-        verify: True compares fused parts and plans with stock's code. Wrong ones get stock's code again, with
-            a UserWarning. With ``strict`` a wrong part is an error (docs/troubleshooting.md).
-        fold_batch_norm: True folds each BatchNorm2d after a Conv2d in an ``nn.Sequential`` (docs/fusions.md).
-        merge_adapters: True runs layers with LoRA adapters with a copy of merged weights (docs/lora.md).
-        exact_tiling: True computes the same image in tiles as without, where possible (docs/memory.md).
-        precision: ``"fp8"`` computes most matrix products of transformers in E4M3 (docs/fp8.md).
-        plans: True runs autoencoders, transformers and others as plans, made from a trace (docs/plans.md).
-        trust: names of packages whose code may keep state in calls that become plans (docs/plans.md).
+        verify: True compares fused modules and plans with the original code. Wrong ones get the original code
+            again, with a UserWarning. With ``strict`` this is an error (docs/troubleshooting.md).
+        fold_batch_norm: True folds each BatchNorm2d that directly follows a Conv2d in an ``nn.Sequential``
+            into this Conv2d (docs/fusions.md).
+        merge_adapters: True runs a layer with LoRA adapters as one layer, with a copy of its weight to which
+            the adapters were added (docs/lora.md).
+        exact_tiling: True lets a tiled decode of a VAE give the image of a decode without tiles, where
+            possible (docs/memory.md).
+        precision: ``"fp8"`` computes most matrix products of transformers in the 8-bit float dtype E4M3
+            (docs/fp8.md).
+        plans: True runs autoencoders, transformers and some other models as plans. A plan is a list of
+            kernels, made from a trace of a call, that replaces the model's Python (docs/plans.md).
+        trust: names of Python packages. A model with unknown code that may keep state between calls gets no
+            plans, unless the code's package is named here (docs/plans.md).
 
     Returns:
         ``obj`` itself. Fused modules get subclasses of their own classes. Parameters keep their identity,
         names and values. A second call sets all options again, and optimizes modules that are new. Without a
-        GPU, Triton or a tested release of diffusers, parts run stock's code, and a UserWarning says so once.
+        GPU, Triton or a tested release of diffusers, modules run their original code, and a UserWarning says
+        so once.
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
-        ValueError: an option has a value that it does not take, ``obj`` cannot run in FP8, there is nothing
-            to optimize, ``strict`` forbids what was found, or the model is wrapped in
+        ValueError: an option has a wrong value, ``obj`` cannot run in FP8, there is nothing to optimize,
+            something must be skipped although ``strict`` is True, or the model is wrapped in
             DistributedDataParallel. Nothing was changed.
         RuntimeError: another thread's call of the model did not end within 30 seconds. Nothing was changed.
     """
@@ -133,7 +142,7 @@ def optimize(
 def restore(obj: T) -> T:
     """Undo ``optimize`` in place. ``obj`` gets its former classes, strides, attributes and outputs.
 
-    Returns ``obj``. A stock pipeline or module stays as it is.
+    Returns ``obj``. A pipeline or module that is not optimized stays as it is.
 
     If the pipeline's scheduler or image processor was replaced after ``optimize``, the old one is restored
     too. But a model that was taken out of the pipeline stays optimized: call ``restore`` with this model.
@@ -145,7 +154,7 @@ def restore(obj: T) -> T:
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
         ValueError: ``obj`` is optimized and wrapped in DistributedDataParallel: unwrap it first.
-        RuntimeError: as in ``optimize``.
+        RuntimeError: another thread's call of the model did not end within 30 seconds. Nothing was changed.
     """
     models = {name: named[0][1] for name, named in models_of("restore", obj).items()}
     _refuse_in_ddp("restore", obj, models.values())
@@ -163,12 +172,13 @@ def restore(obj: T) -> T:
 
 
 class Optimized(Generic[T]):
-    """What ``optimized`` returns: a context manager that is also a decorator, and nothing else."""
+    """The result of ``optimized``: a context manager that can also be used as a decorator."""
 
     def __init__(self, obj: T, options: Options) -> None:
         self._obj = obj
         self._options = options
-        # What ``_optimize`` has returned for each ``with`` block that runs now.
+        # For each ``with`` block that runs now: the state of the components before the block, to which the
+        # end of the block returns.
         self._blocks: list[tuple[list[Found], WeakSet[nn.Module]]] = []
 
     def __enter__(self) -> T:
@@ -191,7 +201,7 @@ class Optimized(Generic[T]):
             _warn(_left_over("optimized", left))
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Decorate a function: each of its calls runs in a ``with`` block."""
+        """Decorate a function: each call of the function runs in a ``with`` block of this object."""
         if len(args) != 1 or options or not callable(args[0]):
             raise TypeError(f"sdfastgn.optimized: what it returns cannot be called; {_ONLY_A_BLOCK}")
         function = args[0]
@@ -204,20 +214,20 @@ class Optimized(Generic[T]):
         return inside
 
     def __getattr__(self, name: str) -> Any:
-        # Python calls this only for names that the object lacks.
+        # Python calls this method only for names that the object lacks.
         raise AttributeError(
             f"sdfastgn.optimized: what it returns has no attribute {name!r}; {_ONLY_A_BLOCK}"
         )
 
 
-# What to do with the result of ``optimized``, for errors.
+# The end of errors about wrong uses of the result of ``optimized``: it says what to do with this result.
 _ONLY_A_BLOCK = "use it with `with sdfastgn.optimized(...):`, or call sdfastgn.optimize"
 
 
 def _with_arguments_of(
     twin: Callable[Concatenate[T, P], T],
 ) -> Callable[[Callable[..., Any]], Callable[Concatenate[T, P], Optimized[T]]]:
-    """A decorator: the function takes the arguments of ``twin``, and returns an ``Optimized``."""
+    """A decorator. The function gets the signature of ``twin``, except that it returns an ``Optimized``."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(twin).replace(return_annotation="Optimized[T]")
@@ -231,12 +241,12 @@ def _with_arguments_of(
 def optimized(obj: T, **options: Any) -> Optimized[T]:
     """A context manager: ``with sdfastgn.optimized(pipe):`` optimizes, and restores at the end of the block.
 
-    It takes the arguments of ``optimize``. Errors and warnings are those of ``optimize`` and ``restore``.
+    The arguments are those of ``optimize``. Errors and warnings are those of ``optimize`` and ``restore``.
 
     A component that was optimized before the block stays optimized, with its former ``cuda_graphs``,
     ``fold_batch_norm``, ``merge_adapters``, ``exact_tiling``, ``precision``, ``plans`` and ``trust``. All
     other components are restored. If the pipeline gets a new scheduler inside the block, the new scheduler is
-    restored too. If it gets a new model, the new model stays as it is.
+    restored too. If the pipeline gets a new model, the new model stays as it is.
 
     The result is also a decorator: ``@sdfastgn.optimized(pipe)`` optimizes during each call of the function
     below it.
@@ -245,10 +255,10 @@ def optimized(obj: T, **options: Any) -> Optimized[T]:
 
 
 def verdicts(obj: Any) -> list[Verdict]:
-    """Compare the output of every fused part of ``obj`` with the output of stock's code.
+    """Compare the output of every fused module of ``obj`` with the output of the module's original code.
 
-    Parts whose output is wrong get stock's code again. The CUDA graphs and the products in FP8 of ``obj`` are
-    removed. Returns a Verdict for each part.
+    Modules whose output is wrong get their original code again. The CUDA graphs of ``obj`` are removed, and
+    its matrix products do not run in FP8 any more. Returns a ``Verdict`` for each module.
     """
     found = []
     roots = {name: was.component for name, was in survey("verify", obj).roots.items()}
@@ -256,11 +266,12 @@ def verdicts(obj: Any) -> list[Verdict]:
         for name, root in roots.items():
             planning.remove(root)
             graphs.remove(root)
-            # Products in FP8 are turned off first: their errors exceed the maximum that ``verify`` allows.
+            # FP8 is turned off first, because its errors exceed the maximum that the comparison allows.
             fp8_option.set_precision(root, None)
             found += verification.verify(root, name)
     if hasattr(obj, "maybe_free_model_hooks"):
-        # The calls of the verification made offloading move models to the GPU. This moves them away again.
+        # If the models are offloaded, the comparison's calls moved them to the GPU. This moves them away
+        # again.
         obj.maybe_free_model_hooks()
     return found
 
@@ -269,7 +280,7 @@ def verdicts(obj: Any) -> list[Verdict]:
 def report(obj: Any) -> Report:
     """Report what is fused in ``obj``, what could be fused, and what is skipped and why. Changes nothing.
 
-    ``print`` the report for a summary, ``print(report.details())`` for every part.
+    ``print(report)`` prints a summary, and ``print(report.details())`` every module.
 
     Raises:
         TypeError: ``obj`` is neither a pipeline nor a module.
@@ -318,9 +329,16 @@ def report(obj: Any) -> Report:
 
 
 def _entries(was: Found, planned: set[str]) -> Iterator[Entry]:
-    """Yields an entry for each part of ``was.component`` that a fusion claims."""
+    """Yields an entry of the report for each module of a component and each fusion for such modules.
+
+    ``was``: what was found in the component. ``planned``: names of the components that run as plans, which
+    are traced lists of kernels.
+    """
     for f in was.findings:
-        if was.name not in planned or f.reason != SLOW_BORDERS:  # plans are not slow there
+        # One reason not to fuse a model is that PyTorch repeats the borders of videos slowly in
+        # channels-last. It does not hold for plans (traced lists of kernels), so it is left out for models
+        # that run as plans.
+        if was.name not in planned or f.reason != SLOW_BORDERS:
             component = was.name or type(was.component).__name__
             where = component, f.path, f.fusion.name, type(f.module).__name__
             yield Entry(*where, f.status, f.reason)
@@ -337,10 +355,12 @@ def _left(was: FoundModel) -> Left:
 
 
 def _more_entries(name: str, root: nn.Module, entries: Iterable[Entry], has_graphs: bool) -> Iterator[Entry]:
-    """Yields an entry for each layer of ``root`` that runs stock's code because of its adapter.
+    """Yields an entry of the report for each layer of ``root`` that runs peft's code because of its adapter.
 
-    Also yields one for each fusion that the user has asked for and that found nothing in ``root``. ``name``:
-    the component ``root``. ``entries``: the entries of all components so far.
+    Also yields an entry for each fusion that the user has asked for and that can change nothing in ``root``.
+
+    ``name``: the name of the component ``root``. ``entries``: the entries of all components so far.
+    ``has_graphs``: True if calls of ``root`` may become CUDA graphs.
     """
     component = name or type(root).__name__
     own = [entry for entry in entries if entry.component == component]
@@ -364,10 +384,11 @@ def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Found], WeakSet[nn.Module]]:
-    """Does the work of ``optimize`` and ``optimized``. ``call``: which of the two the user has called.
+    """Does the work of ``optimize`` and ``optimized``. ``call``: the name of the function that was called.
 
-    Returns the state of each component before the change, and the models with nothing to optimize that are
-    followed from now on (``moves.py``). Both are empty if there is nothing to optimize in ``obj``.
+    Returns (the state of each component before the change, other models). The other models have nothing to
+    optimize, but from now on ``moves.py`` notices when they move between devices, because offloading may move
+    them. Both are empty if there is nothing to optimize in ``obj``.
     """
     _check_options(call, options)
     with one_at_a_time:
@@ -395,15 +416,17 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Found], WeakS
         with _changing(call, changing):
             try:
                 for was in before:
-                    # Without fusions, convolutions are faster as they are, at least until there is a plan.
+                    # If nothing in a model is fused, its convolutions are faster in their present layout. The
+                    # first plan, a traced list of kernels, makes them channels-last.
                     waits = was.name not in found.roots or (not was.findings and was.gets_plans)
                     patcher.apply(was.component, was.findings, obj, lays_out=not waits)
                 if options.verify:
                     _tell(call, verdicts(obj), options.strict)
-                    again = survey(call, obj, options).models  # some modules may have stock's code again
+                    again = survey(call, obj, options).models  # some modules may have their own code again
                     every = {name: again[name] for name in every}
                 _set_options(every.values(), options)
-                # All models of a pipeline may be offloaded, also those with nothing to fuse.
+                # From now on moves of all models of a pipeline are noticed, even of models with nothing to
+                # optimize: all of them may be offloaded.
                 for model in () if isinstance(obj, nn.Module) else found.models.values():
                     follow(model.component)
             except BaseException:
@@ -451,7 +474,8 @@ def _prepare_triton(devices: Iterable[torch.device]) -> None:
 
 
 def _check_options(call: str, options: Options) -> None:
-    # ``in MODES`` alone would accept 0 and numpy's False, which are equal to False. So the type is checked.
+    # ``mode in MODES`` alone would accept 0 and numpy's False, which are equal to False. So the type is
+    # checked.
     mode = options.cuda_graphs
     if type(mode) not in (bool, str) or mode not in graphs.MODES:
         modes = '"auto", "training", True or False'
@@ -486,9 +510,11 @@ def _refuse_skipped(call: str, before: list[Found], options: Options) -> None:
 
 
 def _tell(call: str, found: list[Verdict], strict: bool) -> None:
-    """Warn of parts that got stock's code again, and of parts that were not verified.
+    """Warn of modules that were wrong and got their original code again, and of modules not compared.
 
-    With ``strict``, raises ValueError if a part got stock's code again.
+    With ``strict``, raises ValueError if a module was wrong.
+
+    ``found``: the results of the comparison. ``call``: the name of the public function, for the warning.
     """
     for status in (verification.PUT_BACK, verification.UNVERIFIED):
         parts = [v for v in found if v.status == status]
@@ -521,9 +547,9 @@ def _nothing_in(obj: Any) -> str:
 
 
 def _left_over(call: str, left: list[tuple[str, Any]]) -> str:
-    """The text of the warning that some parts could not be restored.
+    """Returns the text of the warning that some modules could not be restored.
 
-    ``left``: (path, module or part of a pipeline) for each of them.
+    ``left``: (path, module) for each of them. It may also be another object of a pipeline, as a scheduler.
     """
     found = [(path, type(part)) for path, part in left]
     paths = grouped((f"{cls.__module__}.{cls.__qualname__}", path or cls.__name__) for path, cls in found)
@@ -543,8 +569,8 @@ def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=level)
 
 
-# Texts of the warnings about this machine that were already given, and methods of diffusers that a warning
-# has named. Each of them is named once per process.
+# Texts of the warnings about this machine that were already given in this process, and names of the untested
+# methods of diffusers of which a warning was given. Each warning is given once per process.
 noted: set[str] = set()
 
 
@@ -560,7 +586,7 @@ def warn_of_machine(call: str) -> None:
 
 
 def _warn_of_untested(call: str, found: list[patcher.Finding]) -> None:
-    """Warn of parts in ``found`` that stay stock because the code of diffusers was never tested."""
+    """Warn of modules that are not fused because the installed code of diffusers was never tested."""
     skipped = [f.reason for f in found if isinstance(f.reason, Untested)]
     methods = Counter(reason.method for reason in skipped)
     if methods.keys() <= noted:
@@ -580,8 +606,8 @@ def _warn_of_untested(call: str, found: list[patcher.Finding]) -> None:
     )
 
 
-# Maximum number of methods of diffusers that a warning names. A release seldom changes more methods that one
-# pipeline uses.
+# Maximum number of methods of diffusers that a warning names. Of the methods that one pipeline uses, a
+# release of diffusers seldom changes more.
 _SHOWN_METHODS = 8
 
 

@@ -1,4 +1,4 @@
-"""Tells whether the fused calls of a model run in Triton kernels or in stock's code, and why."""
+"""Tells whether the fused modules of a model run Triton kernels or their original code, and why."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ _STOCK_CODE = "plain PyTorch, stock's own code at stock's speed"
 
 
 def backend_text(roots: list[nn.Module], why_stock: list[str | None]) -> str:
-    """The text of ``Report.backend`` in a report on the models ``roots``.
+    """Returns the text of ``Report.backend`` in a report on the models ``roots``.
 
-    ``why_stock``: for each of the models, the result of ``why_stock_runs``.
+    ``why_stock``: for each of the models, why its modules run their original code; None if they run kernels.
     """
     reasons = [reason for reason in dict.fromkeys(why_stock) if reason is not None]
     if triton is None or None not in why_stock:
         return f"{_STOCK_CODE} ({'; '.join(reasons)})"
     if any(p.is_meta for root in roots for p in root.parameters()):
-        return ""  # unknown: it depends on the device to which the meta weights will be moved
+        return ""  # not known yet: it depends on the device to which the meta weights will be moved
     devices = {p.device for root in roots for p in root.parameters()}
     used = filter(None, map(archive.state, sorted(devices, key=str)))
     return "; ".join([f"Triton {triton.__version__} on {torch.cuda.get_device_name()}", *dict.fromkeys(used)])
 
 
 def why_stock_runs(root: nn.Module) -> str | None:
-    """Why the fused modules of ``root`` run stock's code; None if they run kernels.
+    """Why the fused modules of ``root`` run their original code; None if they run kernels.
 
     The result is also None for a model on the meta device, if this machine has a GPU.
     """
     tensors = list(root.parameters())
     if any(p.is_meta for p in tensors):
         return dispatch.why_off or (None if torch.cuda.is_available() else "no CUDA GPU")
-    # With accelerate's offloading the weights are on another device now, but a hook moves them to its
-    # ``execution_device`` for each call.
+    # With accelerate's offloading the weights are on another device now. But for each call a hook moves them
+    # to the ``execution_device``.
     offload = getattr(getattr(root, "_hf_hook", None), "execution_device", None)
     if isinstance(offload, int):
         offload = torch.device("cuda", offload)
@@ -52,11 +52,10 @@ def why_stock_runs(root: nn.Module) -> str | None:
 
 
 def why_no_kernel(devices: Set[torch.device]) -> str | None:
-    """Why no kernel runs for a model with tensors on ``devices``; None if nothing is known that prevents it.
+    """Why no kernel can run for a model with tensors on ``devices``; None if nothing is known against it.
 
-    One supported GPU among ``devices`` is enough.
-
-    Launches no kernel, so it does not find out whether Triton can compile kernels here.
+    One supported GPU among ``devices`` is enough. This function launches no kernel, so it does not find out
+    whether Triton can compile kernels here.
     """
     if dispatch.why_off is not None:
         return dispatch.why_off

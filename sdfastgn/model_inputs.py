@@ -1,4 +1,4 @@
-"""Random inputs for a call of a diffusers model, made from the model's configuration."""
+"""Makes random inputs for a call of a diffusers model, from the model's configuration."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 # Names of the classes of models whose inputs ``unet_inputs`` makes for ``small_call``.
 _UNETS = ("UNet2DConditionModel", "UNet2DModel", "ControlNetModel")
-# Class of an autoencoder -> number of frames of the video with which ``small_call`` calls it; 0 for an
-# autoencoder of images. In the latents of a video, the first latent frame stands for the video's first frame,
-# and each further one for four or eight frames. So these videos have two latent frames.
+# For each class of an autoencoder, the number of frames of the video with which ``small_call`` calls it; 0
+# for an autoencoder of images. In the latents of a video, the first latent frame stands for the video's first
+# frame, and each further latent frame stands for four or eight frames. So these videos have two latent
+# frames.
 _VIDEO_AUTOENCODERS = {
     "AutoencoderKLWan": 5,
     "AutoencoderKLQwenImage": 5,
@@ -29,9 +30,9 @@ _VIDEO_AUTOENCODERS = {
 }
 # A ControlNet's image has 8 times as many pixels along a side as the latents.
 _CONTROL_SCALE = 8
-# Number of latents along a side when ``small_call`` calls ``AutoencoderKL`` or ``AutoencoderTiny``.
+# Height and width of the latent when ``small_call`` calls ``AutoencoderKL`` or ``AutoencoderTiny``.
 _LATENTS = 8
-# Number of latents along a side when ``small_call`` calls any other autoencoder.
+# Height and width of the latent when ``small_call`` calls any other autoencoder.
 _VIDEO_LATENTS = 2
 # Number of latent frames when ``small_call`` calls Allegro's autoencoder.
 _ALLEGRO_FRAMES = 2
@@ -47,9 +48,10 @@ def unet_inputs(
     seed: int,
     scale: int = 8,
 ) -> dict[str, Any]:
-    """Random keyword arguments for one step of a UNet, with embeddings of text, size, guidance and class.
+    """Returns random keyword arguments for one step of a UNet.
 
-    Each embedding is only made if the UNet's configuration needs it. Embeddings of images are never made.
+    They include embeddings of text, size, guidance and class, if the UNet's configuration needs them.
+    Embeddings of images are never made.
 
     Args:
         config: the UNet's configuration.
@@ -57,7 +59,7 @@ def unet_inputs(
         batch: the batch size.
         dtype, device: dtype and device of the tensors.
         seed: the seed of the first tensor. Each further tensor has a fixed larger seed.
-        scale: pixels along a side of one latent.
+        scale: number of pixels along a side that one position of the latent covers.
     """
     draw = functools.partial(randn, batch, dtype=dtype, device=device)
     inputs: dict[str, Any] = {
@@ -85,7 +87,7 @@ def unet_inputs(
 def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Callable[[], object] | None:
     """Returns a function without arguments that calls ``model`` with small random inputs.
 
-    None if the class of the model is unknown.
+    Returns None if the class of the model is unknown.
     """
     kind, config = type(model).__name__, dict(getattr(model, "config", {}))
     draw = functools.partial(randn, dtype=dtype, device=device)
@@ -128,8 +130,8 @@ def _encode_and_decode(model: Any, config: dict[str, Any], draw: Callable[..., T
 
 
 def _call_halves(model: Any, config: dict[str, Any], draw: Callable[..., Tensor]) -> None:
-    # ``encode`` and ``decode`` of Allegro's autoencoder work only on large videos, in tiles. So its encoder
-    # and its decoder are called without them.
+    # The methods ``encode`` and ``decode`` of Allegro's autoencoder work only on large videos, in tiles. So
+    # the modules ``encoder`` and ``decoder`` are called directly.
     frames = _ALLEGRO_FRAMES * config["temporal_compression_ratio"]
     side = _VIDEO_LATENTS * model.spatial_compression_ratio
     model.encoder(draw(1, config["in_channels"], frames, side, side, seed=0))
@@ -138,6 +140,6 @@ def _call_halves(model: Any, config: dict[str, Any], draw: Callable[..., Tensor]
 
 
 def randn(*shape: int, dtype: torch.dtype, device: torch.device | str, seed: int) -> Tensor:
-    """Normal random numbers. They are drawn on the CPU in fp32: the same for every device and dtype."""
+    """Returns normal random numbers. They are drawn on the CPU in fp32, to be the same on all devices."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)

@@ -28,11 +28,11 @@ class GroupNorm(nn.GroupNorm):
     """``torch.nn.GroupNorm`` with a fused activation: the same constructor, attributes and state_dict.
 
     Args:
-        num_groups, num_channels, eps, affine, device, dtype, bias: as in ``torch.nn.GroupNorm``.
+        num_groups, num_channels, eps, affine, device, dtype, bias: the arguments of ``torch.nn.GroupNorm``.
         activation: any of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
 
-    Shapes: (N, C, *spatial) -> the same.
-    Dtypes, layout, gradients and errors of a call: see ``sdfastgn.group_norm``.
+    Shapes: input and result are (N, C, *spatial).
+    Dtypes, layout, gradients and errors of a call are those of ``sdfastgn.group_norm``.
     Raises: ValueError if num_groups does not divide num_channels, one of them is negative or the
         activation is unknown; TypeError if an argument that must be a number is not;
         ZeroDivisionError, as in PyTorch, if num_groups is 0.
@@ -75,15 +75,15 @@ class GroupNorm(nn.GroupNorm):
 class InstanceNorm(_InstanceNorm):
     """``torch.nn.InstanceNorm1d``, ``2d`` and ``3d`` with a fused activation.
 
-    The constructor, the attributes and the state_dict are the same.
+    The constructor, the attributes and the state_dict are PyTorch's.
 
     Args:
-        num_features, eps, momentum, affine, device, dtype: as in ``torch.nn.InstanceNorm2d``.
+        num_features, eps, momentum, affine, device, dtype: the arguments of ``torch.nn.InstanceNorm2d``.
         track_running_stats: must be False: each sample is normalized with its own statistics.
         activation: any of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
 
-    Shapes: (N, C, *spatial) -> the same.
-    Dtypes, layout, gradients and errors of a call: see ``sdfastgn.instance_norm``.
+    Shapes: input and result are (N, C, *spatial).
+    Dtypes, layout, gradients and errors of a call are those of ``sdfastgn.instance_norm``.
     Raises: ValueError if track_running_stats is True, num_features is negative or the activation is
         unknown; TypeError if an argument that must be a number is not.
     """
@@ -128,12 +128,12 @@ class BatchNorm(_NormBase):
     averages work as in PyTorch.
 
     Args:
-        num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as in
+        num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: the arguments of
             ``torch.nn.BatchNorm2d``.
         activation: any of ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
         process_group: the processes over whose batches mean and variance are computed in training, as in
-            ``torch.nn.SyncBatchNorm``: a group of torch.distributed, or "world" for all processes.
-            None: each process uses the statistics of its own batch.
+            ``torch.nn.SyncBatchNorm``: a group of torch.distributed, or "world" for all processes. With None,
+            each process uses the statistics of its own batch.
 
     With y for the normalized input, ``norm(input)`` is ``activation(y)`` and ``norm(input, residual)`` is
     ``activation(y + residual)``.
@@ -141,8 +141,8 @@ class BatchNorm(_NormBase):
     This class is not derived from ``nn.BatchNorm2d``, because
     ``nn.SyncBatchNorm.convert_sync_batchnorm`` would replace it by a module without the activation.
 
-    Shapes: (N, C, *spatial) -> the same.
-    Dtypes, layout, gradients and errors of a call: see ``sdfastgn.batch_norm``. With a process group
+    Shapes: input and result are (N, C, *spatial).
+    Dtypes, layout, gradients and errors of a call are those of ``sdfastgn.batch_norm``. With a process group,
         second derivatives are not supported.
     Raises: ValueError if num_features is negative, the activation is unknown or process_group is neither
         a group nor "world"; TypeError if an argument that must be a number is not.
@@ -182,9 +182,11 @@ class BatchNorm(_NormBase):
         Args:
             module: an ``nn.BatchNorm1d``, ``2d`` or ``3d``, or an ``nn.SyncBatchNorm``, whose process
                 group the new norm gets.
-            activation: as in the constructor.
-        Raises: TypeError if ``module`` is of another class, or has hooks, a ``forward`` of its own in the
-            instance or additional parameters: it may then compute something else than a batch norm.
+            activation: the activation that the norm applies: any of
+                ``sdfastgn.kernels.common.activations.ACTIVATIONS``.
+        Raises: TypeError if ``module`` is of another class, has hooks or additional parameters, or has a
+            ``forward`` that replaces the method of its class. Such a module may compute something else than a
+            batch norm.
         """
         kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
         if type(module) not in kinds:
@@ -220,7 +222,7 @@ class BatchNorm(_NormBase):
         if self.training and not self.track_running_stats:
             running = (None, None)
         momentum = self.momentum
-        if momentum is None:  # as in PyTorch: running averages over all batches, with equal weights
+        if momentum is None:  # as in PyTorch, running averages are then over all batches, with equal weights
             momentum = 0.0 if counts is None else 1 / (float(counts) + 1)
         trains = self.training or (self.running_mean is None and self.running_var is None)
         call = batch_norm_call(
@@ -243,17 +245,17 @@ class BatchNorm(_NormBase):
 class LayerNorm(nn.LayerNorm):
     """``torch.nn.LayerNorm`` over the last dimension, with an optional residual add in the same pass.
 
-    The constructor and the state_dict are the same.
+    The constructor and the state_dict are PyTorch's.
 
     Args:
         normalized_shape: the size D of the last dimension, or a sequence of this one number.
-        eps, elementwise_affine, bias, device, dtype: as in ``torch.nn.LayerNorm``.
+        eps, elementwise_affine, bias, device, dtype: the arguments of ``torch.nn.LayerNorm``.
 
-    ``norm(input)`` returns the normalized tensor. ``norm(input, residual, add_bias)`` returns
-    (normalized, total), as ``sdfastgn.add_layer_norm`` does.
+    ``norm(input)`` returns the normalized tensor. ``norm(input, residual, add_bias)`` returns two tensors:
+    the normalized total, and the total itself, which is input + residual + add_bias.
 
-    Shapes: (..., D) -> the same. Dtypes, layout, gradients and errors of a call: see
-        ``sdfastgn.layer_norm`` and ``sdfastgn.add_layer_norm``.
+    Shapes: input, residual and results are (..., D). Dtypes, layout, gradients and errors of a call are those
+        of ``sdfastgn.layer_norm`` and ``sdfastgn.add_layer_norm``.
     Raises: ValueError if normalized_shape is negative or more than one dimension, or if a call has
         add_bias without a residual; TypeError if an argument that must be a number is not.
     """

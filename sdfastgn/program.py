@@ -1,7 +1,7 @@
-"""What the command line and the benchmarks share.
+"""Functions that the command line and the benchmarks share.
 
-That is the error for bad options and files, parts of messages (the program's name, numbers with nouns), and
-whether a launcher such as torchrun started this process.
+They raise the error for bad options and files, make texts for messages (the program's name, numbers with
+nouns), and say whether a launcher such as torchrun started this process.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Value of click's ``Context.obj`` if the process runs nothing but one command. Such a command may change how
-# Python imports modules (``cli/light_imports.py``). In other processes, as in tests, it must not.
+# The value of click's ``Context.obj`` if the process runs nothing but one command of the command line. Such a
+# command may leave out large packages when it imports diffusers, so that it starts faster
+# (``cli/light_imports.py``). In other processes, as in tests, a command must not do so.
 OWN_PROCESS = "own process"
 
 
@@ -27,7 +28,7 @@ class OptionError(ValueError):
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A context in which the file ``path`` is written. If this fails, OptionError names the path and why."""
+    """A context in which the file ``path`` is written. If this fails, an OptionError says why."""
     try:
         yield
     except OSError as error:  # for instance, the disk is full
@@ -41,9 +42,9 @@ def program() -> str:
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """A text with a number and its noun, singular or plural: ``1 image``, ``2 images``.
+    """Returns a number and its noun, singular or plural, such as ``1 image`` or ``2 images``.
 
-    ``plural``: the plural of the noun; empty if it is the noun with an s.
+    ``plural``: the plural of the noun; empty if the plural is the noun with an s.
     """
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 

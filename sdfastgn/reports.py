@@ -15,19 +15,20 @@ if TYPE_CHECKING:
     from sdfastgn.patches.lora.merging import Merged
     from sdfastgn.plans.install import Planned
 
-# Characters per line of the printed report: the width of the narrowest usual terminal.
+# Number of characters in a line of the printed report: the width of the narrowest usual terminal.
 WIDTH = 80
 # Maximum number of paths that a report prints for each reason to skip modules. ``details`` prints all paths.
 _SHOWN_PATHS = 3
-# Maximum number of kinds of steps that a report prints for the plans of a module.
+# Maximum number of kinds of steps that a report prints for the plans of a module. A plan is a traced list of
+# kernels, its steps, that replaces the Python of the module's forward.
 _SHOWN_STEPS = 6
 # Classes of models that gain most of their speed from CUDA graphs: without graphs, launching their kernels
 # from Python takes longer than running them ("sdfastgn without graphs" in docs/benchmarks.md).
 _UNETS = ("UNet2DModel", "UNet2DConditionModel")
-# The report warns of a UNet whose calls ran without CUDA graphs. It does not warn if each reason ends in one
-# of these texts. Then later calls may run as graphs (after the first call, or the first six of an offloaded
-# model, or once FP8's scales are known), or the user does something that excludes graphs (training, a
-# compiled or traced call).
+# The report warns of a UNet whose calls ran without CUDA graphs. It does not warn if the reason of each call
+# ends in one of these texts. They stand for two cases. Later calls may run as graphs: after the first call,
+# or the first six calls of an offloaded model, or once FP8's scales are known. Or the user does something
+# that excludes graphs: training, or a compiled or traced call.
 _NO_LOSS = (
     "first call of its kind",
     "a capture takes as long as several calls",
@@ -43,7 +44,7 @@ STATUSES = ("fused", "fusable", "skipped")
 
 @dataclass(frozen=True)
 class Entry:
-    """Whether one fusion applies to one module.
+    """One row of the report: whether a module is fused, can be fused or is skipped.
 
     ``component``: the name of the pipeline's component, or the class of a single model. ``path``: the
     module's dotted path in the pipeline or model. ``fusion``: the fusion's name. ``kind``: the name of the
@@ -61,9 +62,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Left:
-    """A model that keeps stock's speed. ``path``: its name in the pipeline; empty if it is on its own.
+    """A model that sdfastgn makes no faster.
 
-    ``kind``: the name of its class. ``reason``: why nothing in it is fused, captured or planned.
+    ``path``: the model's name in the pipeline; empty if it is in no pipeline. ``kind``: the name of the
+    model's class. ``reason``: why the model has no fused modules, no CUDA graphs, and no plans (traced lists
+    of kernels).
     """
 
     path: str
@@ -73,22 +76,24 @@ class Left:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What is fused in a pipeline or module. ``print(report)`` prints a summary, ``report.details()`` is all.
+    """What is fused in a pipeline or module. ``print(report)`` prints a summary.
 
-    ``backend``: says whether Triton kernels or stock's code run the fused calls, on the present device of the
-    weights. For weights on the meta device it is empty if this machine has a GPU.
+    ``report.details()`` returns the whole text. The attributes have the same in numbers and lists.
+
+    ``backend``: says whether fused modules run Triton kernels or their original code, on the present device
+    of the weights. For weights on the meta device it is empty if this machine has a GPU.
     ``channels_last_weights``: number of convolutions whose weights ``optimize`` has made channels-last.
-    ``layout_copies_removed``: number of copies from channels-last to channels-first that the stock model
+    ``layout_copies_removed``: number of copies from channels-last to channels-first that the original model
     makes in each call, and that the optimized model does not make. ``runs_kernels``: False if all components
-    run stock's code now. Then the modules in ``fused`` run stock's code too, for example until the model is
-    moved to a GPU. ``graphs``: the state of each module whose calls can run as CUDA graphs.
-    ``graph_memory_bytes``: size of the memory pools that contain the graphs. The pools may also contain
-    graphs of other models in the process. ``merged``: the models with layers whose LoRA adapters are merged
-    into weights. ``fp8``: the models with matrix products in FP8. ``offloaded``: names of the models that
-    are offloaded by ``enable_model_cpu_offload``, and whose large weights sdfastgn moves faster.
-    ``without_kernels``: the process's operations that run in plain PyTorch, because Triton could not compile
-    their kernels -> why. ``plans``: the state of each module whose calls run as plans. ``left``: the models
-    that keep stock's speed.
+    run their original code now. Then the modules in ``fused`` do so too, for example until the model is moved
+    to a GPU. ``graphs``: the state of each module whose calls can run as CUDA graphs.
+    ``graph_memory_bytes``: size in bytes of the memory pools that contain the graphs. The pools may also
+    contain graphs of other models in the process. ``merged``: the models with layers whose LoRA adapters are
+    merged into weights. ``fp8``: the models with matrix products in FP8. ``offloaded``: names of the models
+    that are offloaded by ``enable_model_cpu_offload``, and whose large weights sdfastgn moves faster.
+    ``without_kernels``: the operations of this process that run in plain PyTorch, because Triton could not
+    compile their kernels, each with the reason. ``plans``: the state of each module whose calls can run as
+    plans, which are traced lists of kernels. ``left``: the models that sdfastgn makes no faster.
     """
 
     entries: tuple[Entry, ...]
@@ -119,7 +124,7 @@ class Report:
         return tuple(e for e in self.entries if e.status == "skipped")
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as a dict that ``json.dumps`` accepts."""
+        """Returns the report as a dict that ``json.dumps`` accepts."""
         return asdict(self)
 
     def __repr__(self) -> str:
@@ -129,7 +134,7 @@ class Report:
         return "\n".join(self._lines(_SHOWN_PATHS))
 
     def details(self) -> str:
-        """The whole report as text: summary, all skipped modules, and a table of fusions per component."""
+        """Returns the whole report as text: summary, skipped modules, and a table of all fusions."""
         rows = self._counts()
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         table = []
@@ -142,7 +147,7 @@ class Report:
         return "\n".join([*self._lines(len(self.entries)), "", *table])
 
     def _repr_html_(self) -> str:
-        """The content of ``details`` as HTML tables, which notebooks show."""
+        """Returns the whole report as HTML tables, which notebooks show."""
         titles, *rows = self._counts()
         header = "".join(f"<th>{name}</th>" for name in titles)
         counts = "".join(_html_row(row) for row in rows)
@@ -165,7 +170,7 @@ class Report:
         return f"{', '.join(parts) or 'nothing to fuse'}, {states}"
 
     def _plans_summary(self) -> str:
-        """The end of the summary; empty if no module gets plans."""
+        """Returns the end of the summary, which is about plans; empty if no module gets plans."""
         if not self.plans:
             return ""
         plans, calls = sum(p.plans for p in self.plans), sum(p.calls for p in self.plans)
@@ -178,7 +183,10 @@ class Report:
         return bool(self.fused or self.merged) or any(p.is_on for p in self.plans)
 
     def _waiting(self) -> list[str]:
-        """The models with plans turned on, without those inside of others. Empty if any was called yet."""
+        """Names of the models that will run as plans (traced lists of kernels), until one of them is called.
+
+        Models inside of other such models are left out. The list is empty once one of the models was called.
+        """
         on = [p for p in self.plans if p.is_on]
         if any(p.was_called for p in on):
             return []
@@ -190,15 +198,18 @@ class Report:
         return "fused" if self.runs_kernels else "fused where kernels run"
 
     def _graphable(self) -> list[str]:
-        """Paths of modules whose calls would run as CUDA graphs after ``optimize``.
+        """Paths of modules whose calls would run as CUDA graphs after a call of ``optimize``.
 
-        Empty if ``optimize`` has been called already.
+        The list is empty if ``optimize`` has been called already.
         """
         stock = () if self._has_optimized() else self.graphs
         return [g.path or g.kind for g in stock if g.mode == "False" and not g.eager]
 
     def _without_graphs(self) -> list[str]:
-        """Paths of UNets that ran fused blocks, and no CUDA graph or plan: these are off or impossible."""
+        """Paths of UNets with fused blocks whose calls ran neither as CUDA graphs nor as traced plans.
+
+        UNets whose later calls may run as graphs are left out.
+        """
         if not self.runs_kernels:
             return []
         planned = {p.path for p in self.plans if p.calls}
@@ -216,9 +227,9 @@ class Report:
         ]
 
     def _counts(self) -> list[tuple[str, ...]]:
-        """A table of counts as a list: the titles of its columns, then its rows.
+        """Returns a table of counts as a list: the titles of the columns, then the rows.
 
-        It has a row for each component and fusion, with the number of modules for each status.
+        The table has a row for each component and fusion, with the number of modules for each status.
         """
         counts = Counter(((e.component, e.fusion), e.status) for e in self.entries)
         pairs = dict.fromkeys(pair for pair, _ in counts)
@@ -235,7 +246,7 @@ class Report:
         return lines
 
     def _paragraphs(self, max_paths: int) -> list[tuple[str, list[str]]]:
-        """The report's paragraphs after the summary: (first line, lines to print indented below it)."""
+        """Returns the report's paragraphs after the summary, as (first line, indented lines below it)."""
         found: list[tuple[str, list[str]]] = []
         if self.backend:
             found.append((f"{'runs in' if self._has_optimized() else 'would run in'}: {self.backend}", []))
@@ -313,7 +324,7 @@ def _fp8_paragraph(f: Fp8, max_paths: int) -> tuple[str, list[str]]:
 
 
 def _plans_paragraphs(plans: Iterable[Planned]) -> list[tuple[str, list[str]]]:
-    """One paragraph for all modules with the same text, such as blocks of a transformer."""
+    """Returns the paragraphs about plans. Modules with the same text, such as blocks, share a paragraph."""
     same: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for each in plans:
         same.setdefault(_about_plans(each), []).append(each.path or each.kind)
@@ -321,7 +332,10 @@ def _plans_paragraphs(plans: Iterable[Planned]) -> list[tuple[str, list[str]]]:
 
 
 def _about_plans(p: Planned) -> tuple[str, str, tuple[str, ...]]:
-    """What the report says about plans of a module: before its name, after its name, and in lines below."""
+    """Returns what the report says about the plans of a module.
+
+    The result is (text before the module's name, text after the name, lines below).
+    """
     notes = [_calls_text(count, reason) for reason, count in p.own.items()]
     if not p.is_on:
         return "no plans of", "", tuple(notes)
@@ -339,12 +353,18 @@ def _plans_state(plans: int, calls: int) -> str:
 
 
 def _calls_text(count: int, reason: str) -> str:
-    """How often calls ran without a graph or plan, and why. 0 calls: the reason holds for all calls."""
+    """Says how many calls ran the model's own Python, without a CUDA graph or a traced plan, and why.
+
+    ``count``: 0 if the reason holds for all calls.
+    """
     return f"{count} call{'s' * (count != 1)} without: {reason}" if count else reason
 
 
 def grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Reason -> list of all paths with this reason. ``pairs``: (reason, path)."""
+    """Returns a dict from each reason to the list of all paths with this reason.
+
+    ``pairs``: (reason, path) for each path.
+    """
     groups: dict[str, list[str]] = {}
     for reason, path in pairs:
         groups.setdefault(reason, []).append(path)
@@ -356,7 +376,7 @@ def some(paths: list[str], most: int = _SHOWN_PATHS) -> str:
 
 
 def parts_text(parts: Sequence[object]) -> str:
-    """The number of ``parts`` in words: ``1 part``, ``2 parts``."""
+    """Returns the number of ``parts`` with a noun: ``1 part``, ``2 parts``."""
     return f"{len(parts)} part{'' if len(parts) == 1 else 's'}"
 
 

@@ -1,4 +1,4 @@
-"""What is found in a pipeline before ``optimize`` changes it, and how to return to this state."""
+"""Records what is in a pipeline before ``optimize`` changes it, and returns the pipeline to this state."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Options:
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """Names of the fusions that are off by default (``ASKED_FUSIONS``) and that these options turn on."""
+        """Names of the fusions that are off by default and that these options turn on."""
         return ("batch_norm",) if self.fold_batch_norm else ()
 
     @property
@@ -51,13 +51,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Found:
-    """What is found in one component of a pipeline, and its state, to which ``put_back`` returns.
+    """What can be optimized in one component of a pipeline, and the state to which ``put_back`` returns.
 
     Attributes:
         name: the component's path.
-        component: a model, or a part of a pipeline.
-        findings: what each fusion that the options allow can do with it, or why it can do nothing.
-        is_stock: True if sdfastgn had changed nothing in it.
+        component: a model, or an object of a pipeline that is no module, such as a scheduler.
+        findings: for each fusion that the options allow, what the fusion can do with the component's modules,
+            or why it can do nothing.
+        is_stock: True if sdfastgn had changed nothing in the component.
     """
 
     name: str
@@ -67,29 +68,30 @@ class Found:
 
     @property
     def gets_plans(self) -> bool:
-        """True if ``optimize`` gives the component plans."""
+        """True if ``optimize`` lets calls of the component run as plans (traced lists of kernels)."""
         return False
 
 
 @dataclass(frozen=True)
 class FoundModel(Found):
-    """The same for a model.
+    """What can be optimized in one model of a pipeline, and the state to which ``put_back`` returns.
 
     Attributes:
         modules: the model and all modules in it.
-        devices: the devices of its parameters.
-        has_fusions: True if it is optimized, or if a fusion claims a module in it.
-        is_graphable: True if it is or contains a module whose calls become CUDA graphs.
-        kind: what plans can do for it.
-        takes_adapters: True if it has adapters, or can get some.
-        modes: module whose calls run as CUDA graphs -> its option ``cuda_graphs``.
-        laid_out: the modules whose layout sdfastgn had changed.
-        followed: the modules whose method ``_apply`` a ``Moves`` had replaced (``moves.py``).
-        in_fp8: the models in it that had matrix products in FP8, with these products.
-        unmerged: the modules that had ``merge_adapters=False``.
-        asked, left_out: names of the fusions that were turned on and off.
-        leaving: findings of applied fusions that ``patcher.leave_out`` undoes.
-        trusted: the packages that its plans trusted; None if it had no plans.
+        devices: the devices of the model's parameters.
+        has_fusions: True if the model is optimized, or if there is a fusion for a module in it.
+        is_graphable: True if the model is or contains a module whose calls become CUDA graphs.
+        kind: what plans (traced lists of kernels) can do for the model.
+        takes_adapters: True if the model has adapters, or can get some.
+        modes: for each module whose calls run as CUDA graphs, its option ``cuda_graphs``.
+        laid_out: the modules whose memory layout sdfastgn had changed.
+        followed: the modules whose moves between devices sdfastgn noticed. A ``Moves`` object had replaced
+            their method ``_apply`` (``moves.py``).
+        in_fp8: the models in this model that had matrix products in FP8, with these products.
+        unmerged: the modules whose adapters were not merged, because of ``merge_adapters=False``.
+        asked, left_out: names of the fusions that the user had turned on and off.
+        leaving: the applied fusions that the options turn off, with their modules.
+        trusted: the packages that the option ``trust`` named for the model's plans; None if it had no plans.
     """
 
     modules: tuple[nn.Module, ...]
@@ -115,14 +117,16 @@ class FoundModel(Found):
 
 @dataclass(frozen=True)
 class Survey:
-    """What is found in a pipeline or a model by one walk over each of its models.
+    """What can be optimized in a pipeline or a model, and its present state.
 
     Attributes:
-        models: name -> what was found, for all components that are models. The name of a model by itself is
-            "". A component that occurs twice is listed once, and one that is inside of another one is not.
-        roots: the items of ``models`` with anything to fuse, to capture as CUDA graphs or to plan.
+        models: a dict from names to what was found, for all components that are models. If the user has given
+            a model and no pipeline, its name is "". A component that occurs twice is listed once. A component
+            that is inside of another component is not listed.
+        roots: the items of ``models`` with anything to fuse, to capture as CUDA graphs, or to run as plans
+            (traced lists of kernels).
         adaptable: the other items of ``models`` that have adapters or can get some.
-        parts: what was found in components that are no models; empty if ``roots`` is.
+        parts: what was found in components that are no models; empty if ``roots`` is empty.
     """
 
     models: dict[str, FoundModel]
@@ -137,7 +141,7 @@ class Survey:
 
 
 def survey(call: str, obj: Any, options: Options | None = None) -> Survey:
-    """Look at ``obj``, a pipeline or a model, and change nothing.
+    """Find what can be optimized in ``obj``, a pipeline or a model. Changes nothing.
 
     ``call``: the name of the public function, for the error. ``options``: the options of ``optimize``;
     None for the options with which each model was optimized.
@@ -158,9 +162,13 @@ def survey(call: str, obj: Any, options: Options | None = None) -> Survey:
 
 
 def models_of(call: str, obj: Any) -> dict[str, list[tuple[str, nn.Module]]]:
-    """Name of a component -> its ``named_modules``, for the components in ``Survey.models``.
+    """Returns (path, module) for all modules of each model in ``obj``, by the model's name.
 
-    The first module is the model itself. Arguments and errors: as in ``survey``.
+    The first module of each list is the model itself. A model inside of another model is left out.
+
+    ``obj``: a pipeline or a model. ``call``: the name of the public function, for the error.
+
+    Raises TypeError if ``obj`` is neither a pipeline nor a module.
     """
     if isinstance(obj, nn.Module):
         return {"": list(obj.named_modules())}
@@ -182,7 +190,10 @@ def _found_in_part(name: str, part: Any) -> Found:
 
 
 def _found_in(name: str, named: list[tuple[str, nn.Module]], options: Options | None) -> FoundModel:
-    """What is found in the model ``named[0][1]``. ``named``: its ``named_modules``."""
+    """Finds what can be optimized in a model, and records its present state.
+
+    ``named``: (path, module) for all modules of the model; the first module is the model itself.
+    """
     modules = tuple(module for _, module in named)
     root = modules[0]
     left_out = patcher.left_out_of(root)
@@ -221,10 +232,11 @@ def _found_in(name: str, named: list[tuple[str, nn.Module]], options: Options | 
 def may_change(was: FoundModel, options: Options, has_parts: bool) -> bool:
     """True if ``optimize`` may change fusions, layout, merged weights or FP8 of the model ``was.component``.
 
-    ``has_parts``: False if only its adapters may be merged.
+    During such a change no other thread may run the model. Other changes do not count, because they are safe
+    while other threads run the model: options of CUDA graphs, fusions that are left out, and the replacement
+    of the method ``_apply``.
 
-    Some changes do not count, because they are safe while other threads run the model: modes of CUDA graphs,
-    fusions that are left out, and the replacement of ``_apply`` (``moves.follow``).
+    ``has_parts``: False if only adapters of the model may be merged.
     """
     if not options.merge_adapters and any(map(merging.is_merged, was.modules)):
         return True
@@ -239,9 +251,10 @@ def may_change(was: FoundModel, options: Options, has_parts: bool) -> bool:
 def put_back(before: Iterable[Found], followed: Iterable[nn.Module]) -> list[tuple[str, Any]]:
     """Give each component the state that it had before ``optimize``.
 
-    ``followed``: the other models that are followed since then.
+    Returns (path, module or other object of a pipeline) for all that could not be restored.
 
-    Returns (path, module or part of a pipeline) for all that could not be restored.
+    ``before``: the states. ``followed``: other models, whose moves between devices need not be noticed any
+    more.
     """
     left = []
     for was in before:
@@ -288,7 +301,8 @@ def _put_back_model(was: FoundModel) -> None:
 
 
 def _allow_merging_as(was: FoundModel) -> None:
-    # A module comes before the modules in it, for which ``allow`` also decides.
+    # ``allow`` decides for a module and for all modules in it. ``modules()`` yields a module before the
+    # modules in it, so their own state is put back last.
     for module in was.component.modules():
         if merging.is_allowed(module) == (module in was.unmerged):
             merging.allow(module, module not in was.unmerged)

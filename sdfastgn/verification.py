@@ -1,9 +1,10 @@
-"""Compares each fused part of a model with stock's code, on the model's own weights and small random inputs.
+"""Compares each fused module with its original code, on the model's own weights and small random inputs.
 
-A part is a fused module. In one small call of the whole model the arguments of each part are recorded. Then
-each part is called three times with its arguments: fused, with stock's code, and with stock's code in a wider
-dtype. The error of the first two results is their relative difference from the third. For large images a
-kernel may run other code than for small images, which this comparison does not check.
+A *part* is a fused module, and *stock's code* is the original code of diffusers or PyTorch. In one small call
+of the whole model the arguments of each part are recorded. Then each part is called three times with its
+arguments: fused, with stock's code, and with stock's code in a wider dtype. The error of the first two
+results is their relative difference from the third. For large images a kernel may run other code than for
+small images, which this comparison does not check.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from sdfastgn.patches import patcher
 from sdfastgn.patches.layout import channels_last
 
 RIGHT, PUT_BACK, UNVERIFIED = "right", "put back", "not verified"
-# A part is right if its error is at most ``_FACTOR`` times the error of stock's code, plus ``_UNITS`` units
-# of rounding (the dtype's eps). A fused part rounds less often than stock's code, but in another order. So
-# its error may be larger by chance if the result has only a few hundred elements. The error of a broken part
-# is far larger.
+# A fused module is right if its error is at most ``_FACTOR`` times the error of the original code, plus
+# ``_UNITS`` units of rounding (the dtype's eps). The fused module rounds less often than the original code,
+# but in another order. So its error may be larger by chance if the result has only a few hundred elements.
+# The error of a broken module is far larger.
 _FACTOR = 4.0
-# Without these units of rounding, a part would have to be exact where stock's error is zero by chance.
+# This number of units of rounding is always allowed. Otherwise a fused module would have to be exact where
+# the error of the original code is zero by chance.
 _UNITS = 1.0
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -40,12 +42,13 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of the verification of one fused part.
+    """The result of the comparison of one fused module with its original code.
 
-    ``kind``: the name of the module's class. ``status``: ``RIGHT``, ``PUT_BACK`` (the output was wrong, and
-    the part got stock's code again) or ``UNVERIFIED``. ``reason``: the reason for the status; empty for
-    ``RIGHT``. ``error`` and ``stock_error``: the relative errors of the part and of stock's code; None if the
-    part was not compared.
+    ``path``: the module's path. ``kind``: the name of the module's class. ``fusions``: names of the fusions
+    that changed the module. ``status``: ``RIGHT``, ``PUT_BACK`` (the output was wrong, and the module got its
+    original code again) or ``UNVERIFIED``. ``reason``: the reason for the status; empty for ``RIGHT``.
+    ``error`` and ``stock_error``: the relative errors of the fused and of the original code; None if they
+    were not compared.
     """
 
     path: str
@@ -58,10 +61,12 @@ class Verdict:
 
 
 def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
-    """Compare the fused parts of ``root`` with stock's code, inner parts first. Returns a Verdict for each.
+    """Compare the fused modules of ``root`` with their original code. Returns a ``Verdict`` for each.
 
-    Parts whose error is larger than ``_FACTOR`` and ``_UNITS`` allow get stock's code again. The caller must
-    have removed all CUDA graphs of ``root``. ``prefix``: the path of ``root`` in the pipeline.
+    Modules inside of other fused modules come first. A module whose error is too large gets its original code
+    again. The caller must have removed all CUDA graphs of ``root``.
+
+    ``prefix``: the path of ``root`` in the pipeline.
     """
     fusions: dict[nn.Module, list[patcher.Finding]] = defaultdict(list)
     for finding in patcher.inspect(root, prefix):
@@ -77,7 +82,8 @@ def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
             status, why, *errors = UNVERIFIED, reason or "the small call does not reach it"
             if module in recorded:
                 status, why, *errors = _judge(module, recorded.pop(module))
-                channels_last.apply(root)  # stock's code in ``_judge`` has restored stock's layout
+                # The original code, which ``_judge`` has run, has restored the weights' original layout.
+                channels_last.apply(root)
             verdicts.append(Verdict(path, type(module).__name__, names, status, why, *errors))
             if status == PUT_BACK:
                 patcher.put_back(fusions[module], why)
@@ -85,7 +91,7 @@ def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
 
 
 def _recorded(root: nn.Module, modules: list[nn.Module]) -> tuple[dict[nn.Module, Inputs], str]:
-    """Calls ``root`` with stock's code and small inputs, and records the arguments of each of ``modules``.
+    """Calls ``root`` with its original code and small inputs. Records the arguments of each of ``modules``.
 
     Returns ({module: its arguments}, ""), or ({}, why the call cannot be made).
     """
@@ -105,7 +111,10 @@ def _recorded(root: nn.Module, modules: list[nn.Module]) -> tuple[dict[nn.Module
 
 
 def record(modules: list[nn.Module], call: Callable[[], object]) -> dict[nn.Module, Inputs]:
-    """Runs ``call`` with stock's code. Returns {module: the arguments of its first call} for ``modules``."""
+    """Runs ``call`` with the models' original code. Returns the arguments of the first call of each module.
+
+    The result is a dict with an entry for each of ``modules`` that ``call`` runs.
+    """
     found: dict[nn.Module, Inputs] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -123,9 +132,10 @@ def record(modules: list[nn.Module], call: Callable[[], object]) -> dict[nn.Modu
 
 
 def _judge(module: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
-    """Compares a fused part with stock's code. Returns (status, reason, error, error of stock's code).
+    """Compares a fused module with its original code.
 
-    Returns only (status, reason) if the part could not be compared.
+    Returns (status, reason, error of the fused code, error of the original code). Returns only (status,
+    reason) if the two could not be compared.
     """
     if any(map(is_compiled, module.modules())):
         return UNVERIFIED, "it is compiled by torch.compile"
@@ -136,29 +146,29 @@ def _judge(module: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
         error, stock_error, bound = compare(module, inputs)
     except _FusedError as failure:
         return PUT_BACK, f"verification: it raises {one_line(failure.__cause__ or failure)}"
-    except Exception as failure:  # too little memory or weights on another device, for instance
+    except Exception as failure:  # for instance, there is too little memory
         return UNVERIFIED, f"stock's code fails: {one_line(failure)}"
     if dispatch.why_off is not None:
         return UNVERIFIED, f"no kernel runs: {dispatch.why_off}"
     if not bound < float("inf"):
         return UNVERIFIED, "stock's own output is not finite", error, stock_error
-    if error <= bound:  # False if the error is NaN
+    if error <= bound:  # an error of NaN is not accepted here
         return RIGHT, "", error, stock_error
     why = f"verification: its error is {error:.2g}, stock's {stock_error:.2g}"
     return PUT_BACK, why, error, stock_error
 
 
 class _FusedError(Exception):
-    """Raised if a fused part fails. The ``__cause__`` is the exception that says why."""
+    """Raised if a fused module raises an error. The ``__cause__`` is this error."""
 
 
 def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
-    """Compares each output of ``module``, a fused part, with stock's.
+    """Compares each output of the fused ``module`` with that of the module's original code.
 
-    Returns (error, error of stock's code, maximum error) of the worst output: the one whose error exceeds its
-    maximum by most. Outputs that only stock's code returns are not compared: stock's caches may have entries
-    that nothing reads. Raises ``_FusedError`` if the fused part raises an exception or lacks stock's first
-    output. Exceptions of stock's code are not caught.
+    Returns (error, error of the original code, maximum error) of the worst output: the output whose error
+    exceeds its maximum by most. Outputs that only the original code returns are not compared, because its
+    caches may have entries that nothing reads. Raises ``_FusedError`` if the fused code raises an exception
+    or does not return the original code's first output. Exceptions of the original code are not caught.
     """
     try:
         fused = _outputs(module, _copied(inputs, channels_last=True))
@@ -178,12 +188,12 @@ def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
         stock_error = _relative_error(expected, true)
         bound = _FACTOR * stock_error + _UNITS * torch.finfo(expected.dtype).eps
         found.append((_relative_error(y, true), stock_error, bound))
-    # An error of NaN is the worst: ``not nan <= bound`` is True, as for an error above its maximum.
+    # An error of NaN counts as above its maximum, because ``not nan <= bound`` is True.
     return max(found, key=lambda each: (not each[0] <= each[2], each[0] - each[2]))
 
 
 def _outputs(module: nn.Module, inputs: Inputs) -> dict[tuple[Any, ...], Tensor]:
-    """Calls ``module``. Returns {(keys and indices of a place in the result): floating-point tensor}."""
+    """Calls ``module``. Returns all floating-point tensors in its result, by their keys and indices there."""
     args, kwargs = inputs
     with _kept_tensors(module):
         return dict(_tensors(module(*args, **kwargs)))
@@ -203,7 +213,7 @@ def _relative_error(y: Tensor, truth: Tensor) -> float:
 
 
 def _copied(inputs: Inputs, *, dtype: torch.dtype | None = None, channels_last: bool = False) -> Inputs:
-    """A copy of ``inputs`` with copies of all tensors.
+    """Returns a copy of the arguments ``inputs``, with copies of all tensors.
 
     ``dtype``: new dtype of floating-point tensors. ``channels_last``: True to make 4-d tensors channels-last.
     """
@@ -218,7 +228,7 @@ def _copied(inputs: Inputs, *, dtype: torch.dtype | None = None, channels_last: 
 
 @contextlib.contextmanager
 def _kept_tensors(root: nn.Module) -> Iterator[None]:
-    """A context that restores attributes of ``root``'s modules: those that were tensors or None before.
+    """A context after which attributes of the modules in ``root`` that are tensors or None are as before.
 
     Some convolutions of video keep the last frames in an attribute, for their next call. Without this
     context, a second call with equal inputs would have another result.
@@ -236,14 +246,14 @@ def _kept_tensors(root: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_autocast() -> Iterator[None]:
-    """A context without autocast, in which stock's code in fp32 would also compute in half precision."""
+    """A context without autocast, because under autocast code in fp32 would compute in half precision."""
     with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
         yield
 
 
 @contextlib.contextmanager
 def _evaluating(root: nn.Module) -> Iterator[None]:
-    """A context in which all modules are in eval mode, because dropout would make equal calls differ."""
+    """A context in which all modules of ``root`` are in eval mode. Dropout would make equal calls differ."""
     training = [module for module in root.modules() if module.training]
     for module in training:
         module.training = False

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 
-# Package -> versions with which the tests ran. With torch 2.11 and Triton 3.6 the kernels ran on an H100 and
-# an H200. With all other versions they ran in Triton's interpreter (docs/compatibility.md).
+# For each package, the versions with which the tests ran. With torch 2.11 and Triton 3.6 the kernels ran on
+# an H100 and an H200. With all other versions the kernels ran in Triton's interpreter
+# (docs/compatibility.md).
 RUN = {
     "torch": ("2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15"),
     "triton": ("3.4", "3.5", "3.6", "3.7", "3.8", "3.9"),
@@ -16,9 +17,10 @@ _PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "peft
 
 
 def never_run(package: str, version: str) -> str | None:
-    """A note for the user if the tests never ran with this version of ``package``; None if they ran with it.
+    """Returns a note for the user if the tests never ran with this version of ``package``; else None.
 
-    Also None for a package that is not in ``RUN``. Only the first two numbers of ``version`` are compared.
+    Also returns None for a package that is not in ``RUN``. Only the first two numbers of ``version`` are
+    compared.
     """
     run = RUN.get(package)
     if run is None or ".".join(version.split(".")[:2]) in run:
@@ -27,7 +29,7 @@ def never_run(package: str, version: str) -> str | None:
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Package -> installed version, or None if not installed, for packages that may change results."""
+    """Returns the installed version of each package that may change results; None if it is not installed."""
     found: dict[str, str | None] = dict.fromkeys(_PACKAGES)
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

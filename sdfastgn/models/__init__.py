@@ -1,1 +1,1 @@
-"""Makes the models that are measured: known architectures with random weights, or saved pipelines."""
+"""Makes the models that benchmarks measure: known architectures with random weights, or saved pipelines."""

@@ -1,4 +1,4 @@
-"""The networks of ``configurations.py`` with random weights, and their inputs.
+"""Builds the networks of ``configurations.py`` with random weights, and makes their inputs.
 
 No pretrained weights are needed to time a network. Weights are drawn from a normal distribution with variance
 1 / fan_in, so that activations stay near one and every output is finite in fp16. The weights and biases of
@@ -24,13 +24,13 @@ from sdfastgn.models.saved import latent_scale
 if TYPE_CHECKING:  # only for types: diffusers takes seconds to import
     from diffusers import AutoencoderKL, AutoencoderTiny, UNet2DConditionModel
 
-# Value of --dtype -> dtype of the weights.
+# The dtype of the weights for each value of the command-line option --dtype.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in configurations.DTYPES.items()}
 # Settings of a UNet whose value is either a list with an entry for each block, or one value for all blocks.
 _PER_BLOCK = ("layers_per_block", "cross_attention_dim", "attention_head_dim", "transformer_layers_per_block")
 
-# Setting of a UNet that adds inputs to its forward -> the values for which ``unet_inputs`` makes these
-# inputs.
+# Settings of a UNet that add inputs to its forward. For each setting, the values for which ``unet_inputs``
+# can make these inputs.
 _KNOWN_EMBEDDINGS = {
     "addition_embed_type": (None, "text", "text_time"),
     "class_embed_type": (None, "timestep", "projection", "simple_projection"),
@@ -50,11 +50,11 @@ def unet_reason(config: Mapping[str, Any]) -> str:
 
 
 def unet_difference(config: Mapping[str, Any], model: str) -> str:
-    """Says in which setting ``config`` first differs from the UNet of ``model``; empty if there is none.
+    """Says in which setting ``config`` first differs from the UNet of ``model``; empty if in none.
 
-    For example ``"layers_per_block (1, 1), not (2, 2)"``. Only settings that ``UNETS`` has for any model are
-    compared, without the image size. So the number of input channels is not compared: UNets for inpainting
-    have more.
+    An example of a result is ``"layers_per_block (1, 1), not (2, 2)"``. Only settings that are in ``UNETS``,
+    for any model, are compared, and the image size is not. So the number of input channels is not compared
+    either: UNets for inpainting have more input channels.
     """
     for key in dict.fromkeys(key for known in UNETS.values() for key in known if key != "sample_size"):
         expected, found = _setting(UNETS[model], key), _setting(config, key)
@@ -84,7 +84,7 @@ def _setting(config: Mapping[str, Any], key: str) -> Any:
 def build_unet(
     model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
 ) -> UNet2DConditionModel:
-    """The UNet of ``model`` in eval mode, with random weights drawn from ``seed``."""
+    """Returns the UNet of ``model`` in eval mode, with random weights drawn from ``seed``."""
     from diffusers import UNet2DConditionModel
 
     return with_random_weights(lambda: UNet2DConditionModel(**UNETS[model]), dtype, device, seed)
@@ -93,7 +93,7 @@ def build_unet(
 def build_vae(
     model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
 ) -> AutoencoderKL | AutoencoderTiny:
-    """The VAE of ``model`` in eval mode, with random weights drawn from ``seed``.
+    """Returns the VAE of ``model`` in eval mode, with random weights drawn from ``seed``.
 
     ``force_upcast`` is off, so pipelines decode in ``dtype``, although SDXL's pipeline would use fp32.
     """
@@ -116,15 +116,18 @@ def build_video_network(
 
 
 def unet_inputs(model: str, **options: Any) -> dict[str, Any]:
-    """Keyword arguments for one step of the UNet of ``model``, from ``sdfastgn.model_inputs.unet_inputs``."""
+    """Returns random keyword arguments for one step of the UNet of ``model``.
+
+    ``options``: the arguments of ``sdfastgn.model_inputs.unet_inputs``.
+    """
     return model_inputs.unet_inputs(UNETS[model], **options)
 
 
 def vae_latents(model: str | Mapping[str, Any], *, size: int, batch: int, seed: int, **where: Any) -> Tensor:
-    """Random latents that decode to ``batch`` square images with ``size`` pixels along a side.
+    """Returns random latents that decode to ``batch`` square images with ``size`` pixels along a side.
 
-    ``model``: a model's name, or the configuration of a VAE. ``where``: the keyword arguments dtype and
-    device.
+    ``model``: a model's name, or the configuration of a VAE. ``where``: dtype and device of the latents, as
+    keyword arguments.
     """
     config = VAES[model] if isinstance(model, str) else model
     pixels = size // latent_scale(config)
@@ -135,10 +138,10 @@ def vae_latents(model: str | Mapping[str, Any], *, size: int, batch: int, seed: 
 def with_random_weights(
     build: Callable[[], nn.Module], dtype: torch.dtype, device: torch.device | str, seed: int
 ) -> Any:
-    """The module that ``build`` makes, in eval mode, with random weights drawn from ``seed``.
+    """Returns the module that ``build`` makes, in eval mode, with random weights drawn from ``seed``.
 
-    Buffers, such as embeddings of positions, keep the values that ``build`` gives them. On the meta device
-    nothing has values.
+    Buffers, such as embeddings of positions, keep the values that ``build`` gives them. If ``device`` is the
+    meta device, neither weights nor buffers have values.
     """
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
@@ -152,8 +155,8 @@ def with_random_weights(
         model = build()
     finally:
         hook.remove()
-    # ``ModelMixin.to`` of diffusers would warn of modules that must stay in fp32, although there are none
-    # here.
+    # PyTorch's method is called, because ``ModelMixin.to`` of diffusers would warn of modules that must stay
+    # in fp32, although there are none here.
     nn.Module.to(model, dtype)
     buffers = dict(model.named_buffers())
     model.to_empty(device=device).eval()

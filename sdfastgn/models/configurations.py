@@ -12,13 +12,13 @@ GroupNorms the number of channels of a group is no power of two: it is a multipl
 a multiple of three in the VAEs. Settings that equal the defaults of diffusers and transformers are left out:
 diffusers' default UNet is that of SD1.5, except for ``sample_size`` and ``cross_attention_dim``.
 
-``VIDEO_NETWORKS`` are single networks (no whole pipelines) of other models, most of them of video:
+``VIDEO_NETWORKS`` are single networks (no whole pipelines) of other models. Most of them are for video:
 
 - ``wan``: Wan-AI/Wan2.1-T2V-14B-Diffusers;
 - ``qwen_image``: Qwen/Qwen-Image. Its autoencoder has Wan's architecture. An image is a video of one frame;
 - ``qwen_image_21`` and ``kvae``: diffusers' AutoencoderKLQwenImage21 and AutoencoderKLKVAE with their
-  defaults, of images;
-- ``dc_ae``: the autoencoder of Sana, mit-han-lab/dc-ae-f32c32-sana-1.0, of images;
+  default settings, for images;
+- ``dc_ae``: the autoencoder of Sana, mit-han-lab/dc-ae-f32c32-sana-1.0, for images;
 - ``hunyuan_video``: hunyuanvideo-community/HunyuanVideo;
 - ``cogvideox``: THUDM/CogVideoX-5b;
 - ``svd``: stabilityai/stable-video-diffusion-img2vid;
@@ -30,11 +30,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-# The prompt that is used if the user gives none.
+# The prompt of a benchmark if the user gives none.
 PROMPT = "a photograph of an astronaut riding a horse"
-# Value of --dtype -> torch's name of the dtype.
+# torch's name of the dtype for each value of the command-line option --dtype.
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-# Setting of an image for which pipelines have their own default -> name of the pipeline's argument.
+# Options of the command line for which pipelines have their own default: for each option the name of the
+# pipeline's argument.
 ARGUMENTS = {"steps": "num_inference_steps", "guidance": "guidance_scale"}
 # The allowed seeds: signed 64-bit integers. Some tensors are drawn with larger seeds, such as ``seed + 1``,
 # which PyTorch also accepts: its limit is 2**64 - 1.
@@ -124,8 +125,8 @@ def _clip(width: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
 _TINY_CLIP = _clip(32, 2, 4, intermediate_size=64, vocab_size=514)
 _CLIP_L = _clip(768, 12, 12, intermediate_size=3072)
 _CLIP_BIG_G = _clip(1280, 32, 20, intermediate_size=5120, hidden_act="gelu")
-# Model -> configurations of its text encoders. SDXL's second encoder ends in a projection, which makes the
-# pooled embedding.
+# For each model the configurations of its text encoders. SDXL's second encoder ends in a projection, which
+# makes the pooled embedding.
 TEXT_ENCODERS: dict[str, tuple[dict[str, Any], ...]] = {
     "tiny": (_TINY_CLIP,),
     "tiny_xl": (_TINY_CLIP, _TINY_CLIP),
@@ -199,8 +200,8 @@ _DC_AE = {
     "upsample_block_type": "interpolate",
     "scaling_factor": 0.41407,
 }
-# Model -> part ("unet", "vae" or "transformer") -> network. The first part of a model is the default of
-# ``--part``.
+# For each model its networks: "unet", "vae" or "transformer". The first network of a model is the default of
+# the command-line option ``--part``.
 VIDEO_NETWORKS: dict[str, dict[str, VideoNetwork]] = {
     "flux": {
         "transformer": VideoNetwork(

@@ -1,4 +1,4 @@
-"""LoRA adapters with random weights, for measurements. Needs peft."""
+"""Adds LoRA adapters with random weights to models, for measurements. This needs peft."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ _DTYPE = "dtype" if Version(diffusers.__version__) >= Version("0.40.0") else "to
 
 
 def build_pipeline(model: str, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Any:
-    """A complete pipeline of ``model`` with random weights, without any download.
+    """Builds a complete pipeline of ``model`` with random weights, without any download.
 
     There is no safety checker. Every component has its real architecture, except for the tokenizer, whose
-    vocabulary consists of single bytes. A prompt is still padded or cut to 77 tokens. The pipeline can be
-    saved and loaded again.
+    vocabulary consists of single bytes. A prompt is padded or cut to 77 tokens, as by the real tokenizer. The
+    pipeline can be saved and loaded again.
     """
     scheduler, options = configurations.SCHEDULERS[model]
     first, *second = configurations.TEXT_ENCODERS[model]
@@ -75,9 +75,9 @@ def load_pipeline(
         dtype, device: dtype and device for the pipeline.
         variant: the part of the weight files' names that selects one of several files, such as fp16.
 
-    Raises OptionError with diffusers' reason if it cannot be loaded, or if the Hub cannot be reached.
+    Raises OptionError, with diffusers' reason, if the pipeline cannot be loaded or the Hub cannot be reached.
     """
-    if Path(weights).is_file():  # without this check diffusers would take the path of a file for a Hub id
+    if Path(weights).is_file():  # without this check diffusers would take a file's path for a Hub id
         raise OptionError(f"{option}: {weights!r} is a file; expected a saved pipeline's folder or a Hub id")
     try:
         pipe = DiffusionPipeline.from_pretrained(weights, variant=variant, **{_DTYPE: dtype})
@@ -88,8 +88,9 @@ def load_pipeline(
 
 
 def build_tokenizer(words: Iterable[str] = ()) -> CLIPTokenizer:
-    """Returns the CLIP tokenizer whose files ``write_tokenizer`` writes."""
-    # Files work with transformers 4 and 5. The arguments of CLIPTokenizer's constructor differ between them.
+    """Returns a CLIP tokenizer whose vocabulary has single bytes, and ``words`` with their beginnings."""
+    # The tokenizer is loaded from files, which work with transformers 4 and 5. The arguments of
+    # CLIPTokenizer's constructor differ between these two.
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), words)
         return CLIPTokenizer.from_pretrained(folder)
@@ -98,9 +99,9 @@ def build_tokenizer(words: Iterable[str] = ()) -> CLIPTokenizer:
 def write_tokenizer(folder: Path, words: Iterable[str] = ()) -> None:
     """Write the files of a CLIP tokenizer into ``folder``.
 
-    Its vocabulary has two tokens for each of the 256 bytes (inside of a word, at the end of a word), a token
-    for the start and one for the end of the text, and tokens for each of ``words`` and for all beginnings of
-    these words that have at least two letters.
+    The tokenizer's vocabulary has two tokens for each of the 256 bytes, one inside of a word and one at the
+    end of a word. It also has a token for the start and one for the end of the text, and tokens for each of
+    ``words`` and for all beginnings of these words that have at least two letters.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]

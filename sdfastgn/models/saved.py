@@ -16,22 +16,24 @@ _CONFIG = "config.json"
 
 
 def load_config(weights: str, component: str) -> dict[str, Any]:
-    """The saved configuration of a pipeline's component, such as ``"unet"``.
+    """Reads the saved configuration of a pipeline's component, such as ``"unet"``.
 
-    ``weights``: the pipeline's folder or Hub id. Raises OSError or ValueError, and for a Hub id any error of
-    the Hub's client.
+    ``weights``: the pipeline's folder or Hub id. Raises OSError if the folder has no such file, and
+    ValueError if the file is no JSON. For a Hub id any error of the Hub's client may be raised.
     """
     if Path(weights).is_dir():
         return dict(json.loads((Path(weights) / component / _CONFIG).read_text(encoding="utf-8")))
-    from diffusers import UNet2DConditionModel  # its ``load_config`` works for any component
+    # This class is used for all components, because its ``load_config`` works for any of them.
+    from diffusers import UNet2DConditionModel
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer Hub clients warn of an argument that diffusers passes
+        # Newer clients of the Hub warn of an argument that diffusers passes. The user cannot change this.
+        warnings.simplefilter("ignore")
         return dict(UNet2DConditionModel.load_config(weights, subfolder=component))
 
 
 def unet_config(option: str, weights: str) -> dict[str, Any]:
-    """The UNet's configuration in the saved pipeline ``weights``.
+    """Reads the UNet's configuration of the saved pipeline ``weights``, a folder or Hub id.
 
     ``option``: the command-line option that named the pipeline, for errors.
 
@@ -44,7 +46,8 @@ def unet_config(option: str, weights: str) -> dict[str, Any]:
         return load_config(weights, "unet")
     except Exception as error:  # the Hub's client raises errors of many classes
         check_hub(option, weights, error)
-        from sdfastgn.kernels.common.failures import one_line  # here, because it imports torch
+        # This import is not at the top of the file, because it imports torch, which takes seconds.
+        from sdfastgn.kernels.common.failures import one_line
 
         raise OptionError(f"{lacks}: {one_line(error)}") from None
 
@@ -52,7 +55,9 @@ def unet_config(option: str, weights: str) -> dict[str, Any]:
 def check_hub(option: str, weights: str, error: BaseException) -> None:
     """Raise OptionError if ``error`` was raised because the Hub cannot be reached.
 
-    diffusers' own message then says only that ``weights`` lack a file.
+    In this case diffusers' own message says only that ``weights``, the pipeline's Hub id, lacks a file.
+
+    ``option``: the command-line option that named the pipeline, for the message.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ConnectionError | TimeoutError | socket.gaierror):
@@ -65,23 +70,27 @@ def check_hub(option: str, weights: str, error: BaseException) -> None:
 
 
 def latent_scale(vae: Mapping[str, Any] | None) -> int:
-    """Number of pixels along a side of one latent, from the VAE's configuration; 1 if ``vae`` is None."""
+    """Number of pixels along a side that one position of the latent covers; 1 if ``vae`` is None.
+
+    ``vae``: the VAE's configuration.
+    """
     return 1 if vae is None else 2 ** (len(vae["block_out_channels"]) - 1)
 
 
 def native_size(weights: str, unet: Mapping[str, Any], without_vae: int) -> tuple[int, int]:
-    """Returns (native image size, pixels along a side of one latent) of a saved pipeline.
+    """Returns (native image size, scale of the latents) of a saved pipeline.
 
     The native image size is the number of pixels along a side of the images for which the pipeline was made.
+    The scale is the number of pixels along a side that one position of the latent covers.
 
     Args:
         weights: the pipeline's folder or Hub id.
         unet: the UNet's configuration.
-        without_vae: the pixels along a side of one latent, if the pipeline has no configuration of a VAE.
+        without_vae: the scale to use if the pipeline has no configuration of a VAE.
     """
     try:
         scale = latent_scale(load_config(weights, "vae"))
-    except Exception:  # there is no VAE; or the network failed, which a later load reports
+    except Exception:  # there is no VAE, or the network failed: then loading the pipeline later says so
         scale = without_vae
     latents = unet.get("sample_size") or UNETS["sd15"]["sample_size"]
     return (latents if isinstance(latents, int) else max(latents)) * scale, scale

@@ -1,4 +1,4 @@
-"""Random inputs for the networks of ``configurations.VIDEO_NETWORKS``, and a call of such a network."""
+"""Makes random inputs for the networks of ``configurations.VIDEO_NETWORKS``, and calls these networks."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from torch import Tensor
 
 from sdfastgn.model_inputs import randn
 
-# A latent covers 8 x 8 pixels, unless the model says otherwise. In the autoencoders that compress time, the
-# first latent frame covers one frame of the video, and each further latent frame covers four.
+# A position of the latent covers 8 x 8 pixels, unless the model's settings say otherwise. In the autoencoders
+# that compress time, the first latent frame covers one frame of the video, and each further latent frame
+# covers four frames.
 PIXELS, FRAMES = 8, 4
 # Autoencoders whose latents have no axis for frames.
 _OF_IMAGES = ("AutoencoderDC", "AutoencoderKLKVAE")
-# Number of tokens of CLIP's encoding of a text.
+# Number of tokens to which CLIP's text encoder pads or cuts a text.
 _TOKENS = 77
 
-# Type of ``draw(*shape)``, which returns a random tensor of this shape in the model's dtype, on its device.
+# The type of a function ``draw(*shape)``. It returns a random tensor of this shape in the model's dtype, on
+# the model's device.
 Draw = Callable[..., Tensor]
 
 
 def inputs(model: Any, draw: Draw, *, batch: int, frames: int, height: int, width: int) -> dict[str, Any]:
-    """Random ``inputs`` of :func:`run` for ``batch`` videos, with the shapes that the pipeline passes.
+    """Returns random inputs of ``model`` for ``batch`` videos, with the shapes that the pipeline passes.
 
     Args:
         model: an instance of one of the classes in ``VIDEO_NETWORKS``.
-        draw: makes the tensors.
+        draw: a function that returns a random tensor of a given shape.
         batch: number of videos. For a UNet step with guidance, each video counts twice.
         frames: number of frames of a video.
         height, width: size of a frame in pixels.
@@ -74,7 +76,11 @@ def random_inputs(
     device: torch.device | str,
     seed: int,
 ) -> dict[str, Any]:
-    """``inputs`` that are the same for every device and dtype. ``seed``: of the first tensor."""
+    """Returns random inputs of ``model`` that are the same for every device, and also for every dtype.
+
+    The numbers are rounded to the dtype. ``seed``: the seed of the first tensor; each further tensor has the
+    next larger seed.
+    """
     seeds = itertools.count(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -86,7 +92,11 @@ def random_inputs(
 def _flux(
     model: Any, draw: Draw, batch: int, frames: int, height: int, width: int, *, axes: int, is_pooled: bool
 ) -> dict[str, Any]:
-    """For Flux and Flux 2: one token for 16 x 16 pixels. ``axes``: numbers that say where a token is."""
+    """Random inputs of the transformers of Flux and Flux 2, in which a token covers 16 x 16 pixels.
+
+    ``axes``: the count of numbers by which the model describes the position of a token. ``is_pooled``: True
+    if the model also gets a pooled embedding of the text, as Flux does.
+    """
     tokens, config = (height // 16) * (width // 16), model.config
     of_batch = () if is_pooled else (batch,)
     found = {
@@ -129,7 +139,10 @@ def _qwen_image(model: Any, draw: Draw, batch: int, frames: int, height: int, wi
 
 
 def _ltx(model: Any, draw: Draw, batch: int, frames: int, height: int, width: int) -> dict[str, Any]:
-    """One token for 8 frames of 32 x 32 pixels. The video has 25 frames a second."""
+    """Random inputs of LTX-Video's transformer, in which a token covers 8 frames of 32 x 32 pixels.
+
+    The video has 25 frames a second.
+    """
     size = (frames - 1) // 8 + 1, height // 32, width // 32
     texts = draw(batch, 128, model.config.caption_channels)
     return {
@@ -155,7 +168,10 @@ def _wan(model: Any, draw: Draw, batch: int, frames: int, height: int, width: in
 
 
 def _cogvideox(model: Any, draw: Draw, batch: int, frames: int, height: int, width: int) -> dict[str, Any]:
-    """One token for 4 frames of 16 x 16 pixels. Cosines and sines say where it is."""
+    """Random inputs of CogVideoX's transformer, in which a token covers 4 frames of 16 x 16 pixels.
+
+    The model gets the position of each token as cosines and sines, which are random here too.
+    """
     config, size = model.config, ((frames - 1) // FRAMES + 1, height // PIXELS, width // PIXELS)
     tokens = size[0] * (size[1] // 2) * (size[2] // 2)
     sample = draw(batch, size[0], config.in_channels, *size[1:])
@@ -167,7 +183,8 @@ def _cogvideox(model: Any, draw: Draw, batch: int, frames: int, height: int, wid
     }
 
 
-# Class of a transformer -> makes its ``inputs``, of (the model, ``draw``, batch, frames, height, width).
+# For each class of a transformer, the function that makes its random inputs. The function gets the model, a
+# function that draws a random tensor, and batch, frames, height and width of the videos.
 _TRANSFORMERS: dict[str, Callable[..., dict[str, Any]]] = {
     "FluxTransformer2DModel": functools.partial(_flux, axes=3, is_pooled=True),
     "Flux2Transformer2DModel": functools.partial(_flux, axes=4, is_pooled=False),
@@ -181,7 +198,8 @@ _TRANSFORMERS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def run(model: Any, inputs: dict[str, Any]) -> Any:
-    """Runs one step, or one decode if ``model`` is an autoencoder. Returns the output tensor."""
+    """Runs one step of ``model``, or one decode if it is an autoencoder. Returns the output tensor."""
     call = model.decode if hasattr(model, "decode") else model
     result = call(**inputs, return_dict=False)[0]
-    return torch.stack(result) if isinstance(result, list) else result  # Z-Image has a list of images
+    # Z-Image's transformer returns a list of images.
+    return torch.stack(result) if isinstance(result, list) else result

@@ -1,7 +1,8 @@
-"""``optimize``'s option ``precision``: gives models products in FP8, and takes them away.
+"""``optimize``'s option ``precision``: lets the matrix products of models run in FP8, or ends this.
 
-``fp8/product.py`` explains products of transformer blocks, which ``transformer_block.py`` finds in a model.
-``fp8/rows.py`` has the weights that plans read.
+There are two kinds of such products. The fused transformer blocks compute some of their linear layers in FP8
+(``fp8/product.py``). Plans, which are traced lists of kernels that replace a model's Python, compute their
+large linear layers in FP8, with a scale for each row of the weights (``fp8/rows.py``).
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from sdfastgn.patches.graphs import install as graphs
 
 
 def check(call: str, roots: Iterable[nn.Module], in_rows: Sequence[Tensor]) -> None:
-    """Raise ValueError if products of ``roots`` cannot run in FP8.
+    """Raise ValueError if no matrix product of ``roots`` can run in FP8.
 
-    That is, if there are no such products, or if the device or dtype of one of their weights does not fit.
+    This is so if there are no such products, or if the device or dtype of one of their weights does not fit.
 
-    ``call``: the name of the public function, for the error. ``in_rows``: weights that plans would read.
+    ``call``: the name of the public function, for the error. ``in_rows``: weights that plans (traced lists of
+    kernels) would quantize row by row.
     """
     found = [weights for root in roots for _, weights in _products_in(root)]
     reason = fp8.reason_to_refuse([*found, in_rows]) or fp8.reason_to_refuse_rows(in_rows)
@@ -29,9 +31,10 @@ def check(call: str, roots: Iterable[nn.Module], in_rows: Sequence[Tensor]) -> N
 
 
 def set_precision(root: nn.Module, precision: str | None, *, has_rows: bool = False) -> None:
-    """Give the models in ``root`` products in FP8, or drop them. Graphs of changed models are dropped.
+    """Let matrix products of the models in ``root`` run in FP8, or end this if ``precision`` is None.
 
-    ``has_rows``: True if plans of ``root`` compute the products.
+    The CUDA graphs of changed models are removed. ``has_rows``: True if ``root`` runs as plans (traced lists
+    of kernels), which compute the products with a scale for each row.
     """
     if precision is not None and has_rows:
         if fp8.row_weights(root) is None:
@@ -49,7 +52,10 @@ def set_precision(root: nn.Module, precision: str | None, *, has_rows: bool = Fa
 
 
 def put_back(root: nn.Module, kept: Mapping[nn.Module, fp8.Kept]) -> None:
-    """Give the models in ``root`` the products again that ``fp8.kept_in`` has found in ``root``."""
+    """Give the models in ``root`` their former matrix products in FP8 again, with the same scales.
+
+    ``kept``: the former products of each model, as ``fp8.kept_in`` returned them.
+    """
     for model in _models_in(root):
         if not fp8.has_kept(model, kept.get(model)):
             graphs.remove(model)
@@ -60,8 +66,12 @@ def put_back(root: nn.Module, kept: Mapping[nn.Module, fp8.Kept]) -> None:
 
 
 def _products_in(model: nn.Module) -> list[tuple[nn.Module, list[Tensor]]]:
-    """The products of ``model`` that can run in FP8, as (owner, weights)."""
-    if sys.modules.get("diffusers") is None:  # it may not be installed; no model has its blocks then
+    """Returns (module, weights) for each matrix product of ``model`` that can run in FP8.
+
+    ``module`` is a linear layer, or contains the layers with the same input that one product computes.
+    """
+    # If diffusers was not imported, no model has its blocks. It may also not be installed.
+    if sys.modules.get("diffusers") is None:
         return []
     from sdfastgn.patches.fusions.transformer_block import products_in
 
@@ -69,5 +79,5 @@ def _products_in(model: nn.Module) -> list[tuple[nn.Module, list[Tensor]]]:
 
 
 def _models_in(root: nn.Module) -> list[nn.Module]:
-    """The models in ``root`` that can have graphs; ``root`` itself if there is none."""
+    """The models in ``root`` that can have CUDA graphs; ``root`` itself if there is none."""
     return [model for _, model in graphs.outermost(root)] or [root]

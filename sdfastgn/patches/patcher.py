@@ -1,7 +1,8 @@
 """Finds what can be fused in a component of a pipeline, applies the fusions, and undoes them exactly.
 
-A *component* is a model (a module tree) or a part of a pipeline that is no module, such as a scheduler.
-``inspect`` changes nothing. The fusions come from ``registry.py``; this file does not know particular models.
+A *fusion* makes modules of one class faster, usually by changing their class to a faster subclass. A
+*component* is a model, or an object of a pipeline that is no module, such as a scheduler. ``inspect`` changes
+nothing. The fusions come from ``registry.py``; this file does not know particular models.
 """
 
 from __future__ import annotations
@@ -26,26 +27,27 @@ from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.registry import ASKED_FUSIONS, FUSIONS, OBJECT_FUSIONS
 from sdfastgn.patches.swap.fusion import Fusion, is_over_fused, restore_class
 
-# Module that ``put_back`` has restored -> the reason why it must not be fused again.
-# The reason is not kept in the module's ``__dict__``, because sdfastgn leaves nothing in a stock module.
+# The modules that got their original code again because a comparison found that they were wrong when fused.
+# The value is the reason why the module must not be fused again. It is not kept in the module's ``__dict__``,
+# because sdfastgn leaves nothing in a module that is not fused.
 _put_back: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-# Model -> names of the fusions that the last ``leave_out`` has undone. ``inspect`` does not consider them.
+# For each model, the names of the fusions that the last ``leave_out`` has undone. ``inspect`` ignores them.
 _left_out: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
-# Model -> names of the fusions in ``ASKED_FUSIONS`` that the user has asked for (``ask``).
+# For each model, the names of the fusions that are off by default, but that the user has asked for (``ask``).
 _asked: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
-# Part of a pipeline that ``apply`` changed -> (its path, the pipeline).
-# If the pipeline has replaced the part since then, the old part is found here and can still be restored.
+# For each scheduler or other object of a pipeline that ``apply`` changed, its path and the pipeline. If the
+# pipeline has got another object since then, the old object is found here and can still be restored.
 _found_at: weakref.WeakKeyDictionary[Any, tuple[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The state of a module with respect to one fusion.
+    """Says whether one fusion was applied to a module, can be applied, or must skip the module.
 
     Attributes:
         path: the module's dotted path.
         module: the module, or a component that is no module, such as a scheduler.
-        fusion: the fusion.
+        fusion: the fusion, which makes modules of one class faster.
         status: "fused", "fusable" or "skipped".
         reason: why the module is skipped; else empty.
     """
@@ -57,13 +59,14 @@ class Finding:
     reason: str = ""
 
 
-# --- parts and findings -----------------------------------------------------------------------------
+# --- what can be fused ------------------------------------------------------------------------------
 
 
 def parts_of(obj: Any) -> dict[str, Any]:
-    """The parts of the pipeline ``obj`` that are no modules: attribute name -> part. Each part occurs once.
+    """Returns the objects of the pipeline ``obj`` that are no modules, such as its scheduler, by their names.
 
-    ``obj`` itself is included with the name ``"pipeline"``. Empty if ``obj`` is a module.
+    Each object occurs once. ``obj`` itself is included with the name ``"pipeline"``. The dict is empty if
+    ``obj`` is a module.
     """
     if isinstance(obj, nn.Module):
         return {}
@@ -74,19 +77,22 @@ def parts_of(obj: Any) -> dict[str, Any]:
 
 
 def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
-    """Returns (path, part) for all parts of ``obj``, and for former parts that ``apply`` has changed."""
+    """Returns (path, object) for the objects of the pipeline ``obj`` that are no modules.
+
+    Objects that ``apply`` has changed, but that the pipeline does not have anymore, are included.
+    """
     now = parts_of(obj)
     ids = set(map(id, now.values()))
-    # Other threads may add keys meanwhile. ``keyrefs`` copies the keys in one step.
+    # Other threads may add entries to ``_found_at`` during the loop. ``keyrefs`` copies the keys at once.
     changed = [part for ref in _found_at.keyrefs() if (part := ref()) is not None]
     then = [(_found_at[part][0], part) for part in changed if _found_at[part][1]() is obj]
     return [*now.items(), *((path, part) for path, part in then if id(part) not in ids)]
 
 
 def inspect(component: Any, prefix: str = "") -> list[Finding]:
-    """Returns the findings of all fusions about ``component`` and the modules in it. Changes nothing.
+    """Returns what each fusion can do with ``component`` and the modules in it. Changes nothing.
 
-    ``component``: a model, or a part of a pipeline. ``prefix``: its path.
+    ``component``: a model, or an object of a pipeline that is no module. ``prefix``: its path.
     """
     if isinstance(component, nn.Module):
         return inspect_model(list(component.named_modules(prefix=prefix)))
@@ -97,11 +103,12 @@ def inspect(component: Any, prefix: str = "") -> list[Finding]:
 def inspect_model(
     named: list[tuple[str, nn.Module]], asked: Collection[str] = (), left_out: Collection[str] | None = None
 ) -> list[Finding]:
-    """As ``inspect``, for a model whose ``named_modules`` are ``named``.
+    """Returns what each fusion can do with the modules of a model. Changes nothing.
 
     Args:
-        asked: names of fusions in ``ASKED_FUSIONS`` to consider. Fusions of earlier calls of ``ask``, and
-            those that are already applied in the model, are considered anyway.
+        named: (path, module) for all modules of the model; the first module is the model itself.
+        asked: names of fusions to consider although they are off by default. Fusions that earlier calls of
+            ``ask`` named, or that are already applied in the model, are considered anyway.
         left_out: names of fusions that are not considered; None: the names in the last ``leave_out``.
     """
     component = named[0][1]
@@ -120,8 +127,8 @@ def inspect_model(
             if fusion.claims(module):
                 finding = _finding(path, module, fusion, reason, why_now)
                 findings.append(finding)
-                # Some fusions have a method ``skipped_in``. It yields the children of the module that stay
-                # as they are although the module is fused.
+                # Some fusions have a method ``skipped_in``. This method yields the children of the module
+                # that stay as they are although the module is fused.
                 skipped_in = getattr(fusion, "skipped_in", None)
                 if skipped_in is not None and finding.status != "skipped":
                     for name, child, why in skipped_in(module):
@@ -138,17 +145,21 @@ def _finding(
     reason_to_leave: str | None = None,
     why_now: Callable[[], str | None] = lambda: None,
 ) -> Finding:
-    """Returns what ``fusion`` does with ``module``: it is fused, can be fused or is skipped, and why.
+    """Says whether ``module`` is fused by ``fusion``, can be fused, or is skipped, and why.
 
-    ``fusion.claims(module)`` must be true.
+    Call this only if ``fusion.claims(module)`` is true, which means that the fusion is for such modules.
 
     Args:
+        path: the path of ``module``.
+        module: a module, or an object of a pipeline.
+        fusion: the fusion.
         reason_to_leave: why nothing in the module's model may be fused; None if modules may be fused.
-        why_now: returns why fused modules of the model run stock's code now; None if they run fused.
+        why_now: a function that returns why fused modules of the model run their original code now, or None
+            if they run fused code.
     """
     if fusion.is_applied(module):
-        # Some fusions have a method ``reason_now``. If an applied fusion runs stock's code because of the
-        # module's present state, for example training mode, the method returns this reason.
+        # Some fusions have a method ``reason_now``. If a fused module runs its original code because of its
+        # present state, for example training mode, the method returns this reason.
         reason_now = getattr(fusion, "reason_now", None)
         why_not = why_now() or (None if reason_now is None else reason_now(module))
         return Finding(path, module, fusion, "skipped" if why_not else "fused", why_not or "")
@@ -161,7 +172,7 @@ def _finding(
 
 
 def _in_order(component: Any) -> tuple[Any, ...]:
-    """The fusions for ``component`` in the order in which they are applied. They are undone in reverse."""
+    """The fusions for ``component``, in the order in which they are applied. Undo reverses this order."""
     return (*FUSIONS, *ASKED_FUSIONS.values()) if isinstance(component, nn.Module) else OBJECT_FUSIONS
 
 
@@ -174,10 +185,10 @@ def apply(component: Any, findings: list[Finding], pipeline: Any = None, *, lays
     """Fuse what is ``fusable`` in ``findings``, and make the convolutions of a model channels-last.
 
     Args:
-        component: a model, or a part of a pipeline.
-        findings: ``inspect(component)``.
-        pipeline: the pipeline that ``component`` is a part of.
-        lays_out: False leaves the convolutions of a model as they are.
+        component: a model, or an object of a pipeline that is no module.
+        findings: the result of ``inspect(component)``.
+        pipeline: the pipeline to which ``component`` belongs.
+        lays_out: False leaves the layout of a model's convolutions as it is.
     """
     for fusion in _in_order(component):
         for finding in findings:
@@ -205,20 +216,23 @@ def ask(roots: Iterable[nn.Module], names: Collection[str]) -> None:
 
 
 def ask_only(root: nn.Module, names: Collection[str]) -> None:
-    """As ``ask`` for one model, but the names of earlier calls are forgotten."""
+    """Remember that the user has asked for exactly the fusions ``names`` in the model ``root``.
+
+    The names of earlier calls are forgotten.
+    """
     _asked.pop(root, None)
     ask([root], names)
 
 
 def asked_of(root: nn.Module) -> frozenset[str]:
-    """Names of the fusions in ``ASKED_FUSIONS`` that the user has asked for in the model ``root``."""
+    """Names of the fusions that are off by default, but that the user has asked for in the model ``root``."""
     return _asked.get(root, frozenset())
 
 
 def leave_out(root: nn.Module, names: Collection[str]) -> None:
-    """Undo the fusions ``names`` in the model ``root``. From now on ``inspect`` does not consider them.
+    """Undo the fusions ``names`` in the model ``root``. From now on ``inspect`` ignores these fusions.
 
-    ``inspect`` considers all other fusions, even if an earlier call of ``leave_out`` named them.
+    All other fusions are considered, even if an earlier call of ``leave_out`` named them.
     """
     for fusion in FUSIONS:
         for module in root.modules() if fusion.name in names else ():
@@ -230,7 +244,7 @@ def leave_out(root: nn.Module, names: Collection[str]) -> None:
 
 
 def left_out_of(root: nn.Module) -> frozenset[str]:
-    """Names of the fusions that ``inspect`` does not consider in the model ``root`` (``leave_out``)."""
+    """Names of the fusions that ``inspect`` ignores in the model ``root``, because of ``leave_out``."""
     return _left_out.get(root, frozenset())
 
 
@@ -238,9 +252,10 @@ def take_back(component: Any, findings: list[Finding], laid_out: Collection[nn.M
     """Undo what ``apply`` did for ``findings``. What was fused before ``apply`` stays fused.
 
     Args:
-        component: a model, or a part of a pipeline.
+        component: a model, or an object of a pipeline that is no module.
         findings: what ``inspect(component)`` returned before ``apply``.
-        laid_out: what ``channels_last.laid_out(component)`` returned before ``apply``; empty for a part.
+        laid_out: the modules whose memory layout was already changed before ``apply``. Empty if
+            ``component`` is no module.
     """
     for fusion in reversed(_in_order(component)):
         for finding in findings:
@@ -254,9 +269,10 @@ def take_back(component: Any, findings: list[Finding], laid_out: Collection[nn.M
 
 
 def put_back(findings: list[Finding], reason: str) -> None:
-    """Give a module stock's code again. ``findings``: all findings about this module.
+    """Give a module its original code again, and do not fuse the module any more.
 
-    Until ``undo`` is called, ``inspect`` lists the module as skipped, with ``reason``.
+    Until ``undo`` is called, ``inspect`` lists the module as skipped, with ``reason``. ``findings``: all
+    results of ``inspect`` about this module.
     """
     for finding in findings:
         finding.fusion.undo(finding.module)
@@ -264,11 +280,12 @@ def put_back(findings: list[Finding], reason: str) -> None:
 
 
 def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Restore all of ``component`` as it was before ``apply`` and ``follow``. A stock one stays as it is.
+    """Restore all of ``component`` as it was before ``optimize``. If nothing was changed, nothing happens.
 
-    Returns (path, module or part) for all modules and parts that could not be restored, because other code
-    has changed their class to a subclass of the fused class. After that code has undone its change, call
-    ``undo`` again.
+    ``component``: a model, or an object of a pipeline that is no module. ``prefix``: its path.
+
+    Returns (path, module or object) for all that could not be restored, because other code has changed their
+    class to a subclass of the fused class. After that code has undone its change, call ``undo`` again.
     """
     if not isinstance(component, nn.Module):
         for rule in OBJECT_FUSIONS:
@@ -277,7 +294,7 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
         return [(prefix, component)] if over else []
     _left_out.pop(component, None)
     _asked.pop(component, None)
-    modules = list(component.modules())  # no undo adds or removes one
+    modules = list(component.modules())  # this list stays right, because no undo adds or removes modules
     for fusion in reversed(_in_order(component)):
         for module in modules:
             if fusion.is_applied(module):
@@ -293,8 +310,9 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _forget(module: Any) -> None:
-    """Drops all entries for ``module`` in tables of sdfastgn: why it was put back, and its packed,
-    merged and FP8 weights.
+    """Deletes what sdfastgn keeps about ``module``: its packed, merged and FP8 weights.
+
+    Also deletes the reason why the module must not be fused again, if there is one.
     """
     if isinstance(module, nn.Module):
         _put_back.pop(module, None)

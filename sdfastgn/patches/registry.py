@@ -14,8 +14,8 @@ from typing import Any
 from sdfastgn.patches.pipeline.object_fusion import ObjectFusion
 from sdfastgn.patches.swap.fusion import Fusion
 
-# Each entry has the name of a Python module in ``sdfastgn.patches``, and then names of variables in that
-# module. The value of each variable is a fusion or a tuple of fusions.
+# The fusions for modules of PyTorch. Each entry has the name of a Python module in ``sdfastgn.patches``, and
+# then names of variables in that module. The value of each variable is a fusion or a tuple of fusions.
 _FUSIONS = (
     ("layers.group_norm", "FUSION"),
     ("layers.group_norm_subclass", "FUSION"),
@@ -47,9 +47,9 @@ _OF_PIPELINES = (
     ("pipeline.device", "FUSION"),
 )
 
-# Python modules in ``sdfastgn.patches`` that could not be imported -> the message of the error.
-# The cause: the installed diffusers lacks a class that the module's fusions replace, or has moved this class.
-# The module's fusions are not in the tables below.
+# The Python modules in ``sdfastgn.patches`` that could not be imported: a dict from the module's name to the
+# error's message. The installed diffusers lacks a class that such a module's fusions replace, or has moved
+# this class. The fusions of such a module are not in the tuples below.
 MISSING: dict[str, str] = {}
 
 
@@ -68,9 +68,9 @@ def _fusions(*entries: tuple[str, ...]) -> tuple[Any, ...]:
 
 _has_diffusers = importlib.util.find_spec("diffusers") is not None
 FUSIONS: tuple[Fusion, ...] = _fusions(*_FUSIONS, *(_OF_DIFFUSERS if _has_diffusers else ()))
-# Name -> fusion, for the fusions that are applied only if the user asks for them.
+# A dict from names to fusions, for the fusions that are applied only if the user asks for them.
 ASKED_FUSIONS: dict[str, Fusion] = {fusion.name: fusion for fusion in _fusions(*_ASKED)}
-# Fusions for parts of a pipeline that are not ``nn.Module``s, such as schedulers.
+# The fusions for objects of a pipeline that are not ``nn.Module``s, such as schedulers.
 OBJECT_FUSIONS: tuple[ObjectFusion, ...] = _fusions(*(_OF_PIPELINES if _has_diffusers else ()))
 
 if MISSING:

@@ -3,7 +3,7 @@
 DynamicVRAM is the default in ComfyUI 0.16 and later on NVIDIA GPUs. Models under it are *dynamic*: at each
 call, a layer requests its weights from ComfyUI, and their addresses may differ from call to call. Fused
 layers and CUDA graphs need weights that stay at one address. So a dynamic model that fits into the GPU's
-memory is loaded a second time, without DynamicVRAM. ComfyUI itself does the same for models with hooks.
+memory is loaded a second time, without DynamicVRAM. ComfyUI itself does so for models with hooks.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 from comfy import model_management
 
-# Dynamic model -> a stock ``ModelPatcher`` of the same model loaded without DynamicVRAM. Clones of a
-# ``ModelPatcher`` have the same dynamic model, so they also share the second model.
+# A dict from a model under DynamicVRAM to an unchanged ``ModelPatcher`` of a second model, which was loaded
+# from the same file without DynamicVRAM. Clones of a ``ModelPatcher`` share its model, so they also share the
+# second model.
 _loaded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -25,7 +26,7 @@ def is_dynamic(patcher: Any) -> bool:
 
 
 def reason_to_stay(patcher: Any) -> str | None:
-    """Why the model of a dynamic ``patcher`` must stay dynamic; None if ``clone`` can replace it."""
+    """Why the model of ``patcher`` must stay under DynamicVRAM; None if ``clone`` can load it without."""
     if patcher.cached_patcher_init is None:
         return "DynamicVRAM moves its weights, and its loader cannot load it the older way"
     needed = patcher.model_size() + model_management.minimum_inference_memory()
@@ -39,10 +40,11 @@ def reason_to_stay(patcher: Any) -> str | None:
 
 
 def clone(patcher: Any) -> Any:
-    """A clone of ``patcher`` whose model is not dynamic, that is, not under DynamicVRAM.
+    """Returns a clone of ``patcher`` whose model is not under DynamicVRAM.
 
-    If ``patcher`` is dynamic, the first call loads a second model from the same file. Later calls for this
-    model use the second model again. If ``reason_to_stay`` gives a reason, the clone stays dynamic.
+    If the model of ``patcher`` is under DynamicVRAM, the first call loads a second model from the same file.
+    Later calls for this model use the second model again. If ``reason_to_stay`` gives a reason, the clone's
+    model stays under DynamicVRAM.
     """
     if not is_dynamic(patcher) or reason_to_stay(patcher) is not None:
         return patcher.clone()
@@ -50,12 +52,14 @@ def clone(patcher: Any) -> Any:
     model = None if stock is None else stock.get_clone_model_override()
     found = patcher.clone(disable_dynamic=True, model_override=model)
     if stock is None:
-        # A clone of ``found`` would have its LoRAs, and code of other nodes that may refer to ``patcher``.
+        # ``stock`` must have neither LoRAs nor code of other nodes, which may refer to ``patcher``. So it is
+        # made from a new ``ModelPatcher``, and is not a clone of ``found``, which has both.
         empty = type(found)(found.model, found.load_device, found.offload_device)
         stock = empty.clone(model_override=found.get_clone_model_override())
         _loaded[patcher.model] = stock
-    # When ``found`` is deleted, ComfyUI unloads the model by the parent. The parent that ``clone`` has set is
-    # ``patcher``, which would unload the dynamic model, and the second one would stay on the GPU.
+    # When ``found`` is deleted, ComfyUI unloads the model of its parent. The parent that ``clone`` has set is
+    # ``patcher``. Then the model under DynamicVRAM would be unloaded, and the second one would stay on the
+    # GPU.
     found.parent = stock
     return found
 

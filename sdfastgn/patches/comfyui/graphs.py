@@ -1,13 +1,13 @@
 """Runs ComfyUI's ``UNetModel`` as a CUDA graph, if no other node runs code inside of the UNet.
 
 Other nodes put code into a UNet as entries of ``transformer_options``: patches, or functions that replace an
-attention. A call with such an entry, or with one that is not known, runs eagerly. ComfyUI's own entries only
-inform other nodes about the call, so a graph does not need them. Wrappers that other nodes install run around
-``_forward``, outside of the graph.
+attention. A call with such an entry, or with an unknown entry, runs without a graph. ComfyUI's own entries
+only inform other nodes about the call, so a graph does not need them. Wrappers that other nodes install run
+around ``_forward``, outside of the graph.
 
 The tensors of ControlNets and T2I-Adapters (``control``) are inputs of the graph like all other tensors.
-Stock's forward removes each tensor that it uses from the caller's lists. So a graph gets copies of the lists,
-and ``_forward`` removes the tensors afterwards.
+ComfyUI's forward removes each tensor that it uses from the caller's lists. So a graph gets copies of the
+lists, and ``_forward`` removes the tensors from the caller's lists afterwards.
 
 Calls are counted for the report: ``begin_run`` marks the start of a sampler's run, and ``calls_of_run``
 returns the counts since then.
@@ -35,7 +35,7 @@ from sdfastgn.patches.swap.instance_entries import InstanceEntry
 from sdfastgn.patches.swap.tested_sources import tested
 
 # Names of the entries in ``transformer_options`` that ComfyUI's own sampling and a UNet's forward add. A call
-# with any other entry runs eagerly. Other nodes may put code into the entries ``patches`` and
+# with any other entry runs without a CUDA graph. Other nodes may put code into the entries ``patches`` and
 # ``patches_replace``, so ``_other_nodes`` also looks into these two.
 HARMLESS = frozenset(
     (
@@ -45,11 +45,12 @@ HARMLESS = frozenset(
     )
 )  # fmt: skip
 
-# UNet -> the object that keeps its graphs. The graphs stay after ``eject``, and the next run can use them. If
-# the UNet is moved before that, they are dropped (``drop_at_next_move``).
+# A dict from a UNet to the object that keeps the UNet's CUDA graphs. The graphs stay after the UNet was
+# restored, and the next run of the sampler can use them. If the UNet is moved before that, its graphs are
+# dropped.
 _graphs: weakref.WeakKeyDictionary[nn.Module, GraphedForward] = weakref.WeakKeyDictionary()
-# UNet -> its counts when the last run began: (number of replayed calls, reason -> number of calls without a
-# graph).
+# The counts of each UNet's calls when the sampler's last run began: the number of calls that were replays of
+# CUDA graphs, and for each reason the number of calls without a graph.
 _before_run: weakref.WeakKeyDictionary[nn.Module, tuple[int, Counter[str]]] = weakref.WeakKeyDictionary()
 
 
@@ -72,10 +73,14 @@ def calls_of_run(unet: nn.Module) -> tuple[int, Counter[str]]:
 def install(
     unet: nn.Module, mode: str | bool, method: str = "forward", planner: Planner | None = None
 ) -> None:
-    """Let calls of ``unet`` become graphs; with ``mode`` False, drop all its graphs and make no new ones.
+    """Let calls of ``unet`` become CUDA graphs; if ``mode`` is False, drop its graphs and make no new ones.
 
-    ``mode``: as ``cuda_graphs`` in ``sdfastgn.optimize``. ``method``: the method that the graphs repeat.
-    ``planner``: runs it by plans; None if none does.
+    Args:
+        unet: the model.
+        mode: "auto" captures the second call with the same shapes and arguments, True the first, False none.
+        method: the name of the method whose calls become graphs.
+        planner: makes plans for the calls (traced lists of kernels), which run in place of the method's
+            Python; None for no plans.
     """
     graphed = _graphs.get(unet)
     if graphed is None or (graphed.method, graphed.planner) != (method, planner):
@@ -87,12 +92,15 @@ def install(
 
 
 def graphs_of(unet: nn.Module) -> GraphedForward | None:
-    """The object that keeps the graphs of ``unet`` and counts its calls; None if there was no ``install``."""
+    """The object that keeps the CUDA graphs of ``unet`` and counts its calls; None if it never had one."""
     return _graphs.get(unet)
 
 
 def drop(unet: nn.Module) -> None:
-    """Drop all graphs and plans of ``unet``, so that their memory and the weights they watched are freed."""
+    """Drop all CUDA graphs and plans (traced lists of kernels) of ``unet``.
+
+    This frees their memory, and the weights to which they refer.
+    """
     graphed = _graphs.get(unet)
     if graphed is not None:
         graphed.clear()
@@ -102,10 +110,13 @@ def drop(unet: nn.Module) -> None:
 
 
 def drop_at_next_move(unet: nn.Module) -> None:
-    """Let the next ``.to()`` of ``unet``, or of a module around it, drop its graphs and plans. Idempotent.
+    """Let the next ``.to()`` of ``unet``, or of a module around it, drop the CUDA graphs of ``unet``.
 
-    ComfyUI calls ``.to()`` when it unloads a model, and when it has replaced weights by those without a LoRA.
-    It may do so for a clone of the ``ModelPatcher`` without sdfastgn's callbacks: a stock one.
+    Its plans (traced lists of kernels that replace the model's Python) are dropped too.
+
+    ComfyUI calls ``.to()`` when it unloads a model, and when it has removed a LoRA from the weights. The call
+    may come from a clone of the ``ModelPatcher`` that is not optimized, and has no callbacks of sdfastgn.
+    Repeated calls of this function change nothing.
     """
     graphed = _graphs.get(unet)
     has_any = graphed is not None and (graphed.mode is not False or graphed.planner is not None)
@@ -114,14 +125,14 @@ def drop_at_next_move(unet: nn.Module) -> None:
 
 
 def keep_at_moves(unet: nn.Module) -> None:
-    """Undo ``drop_at_next_move``."""
+    """Let ``unet`` keep its CUDA graphs when it is moved. This is the reverse of ``drop_at_next_move``."""
     stop_following(unet, _DropGraphs)
 
 
 class _DropGraphs(InstanceEntry):
     """Replaces the method ``_apply`` of a UNet, which ``.to()`` and similar methods call.
 
-    A call drops the graphs, removes this entry, and runs the original method.
+    A call drops the UNet's CUDA graphs, removes this replacement, and runs the original method.
     """
 
     __slots__ = ()
@@ -136,8 +147,8 @@ class _DropGraphs(InstanceEntry):
 class FusedUNetModel(UNetModel):
     """``UNetModel`` that runs as a CUDA graph where possible.
 
-    Unless other nodes run code inside of the UNet, it runs outside of inference mode, so that norms can use
-    stored statistics (``inference_mode.py``).
+    Unless other nodes run code inside of the UNet, the UNet runs outside of inference mode, so that norms can
+    use stored statistics (``inference_mode.py``).
 
     x (N, C, H, W), timesteps (N,), context (N, tokens, D) -> (N, C_out, H, W).
     """
@@ -152,7 +163,8 @@ class FusedUNetModel(UNetModel):
         transformer_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if transformer_options is None:  # this call comes from ``GraphedForward``
+        # Only ``GraphedForward``, which captures and replays CUDA graphs, calls without this argument.
+        if transformer_options is None:
             if control is not None:
                 control = {name: list(entries) for name, entries in control.items()}
             with keeping_interrupts():
@@ -172,8 +184,8 @@ class FusedUNetModel(UNetModel):
         options = {} if transformer_options is None else transformer_options
         graphed = _graphs.get(self)
         if has_other_nodes(options, graphed):
-            # Other nodes' code may write into inference tensors. This is allowed in inference mode only, so
-            # it stays on.
+            # Other nodes' code may write into inference tensors. PyTorch allows this only in inference mode,
+            # so inference mode stays on.
             return super()._forward(x, timesteps, context, y, control, options, **kwargs)
         with outside_inference_mode():
             if graphed is None:
@@ -186,10 +198,10 @@ class FusedUNetModel(UNetModel):
 
 @contextmanager
 def keeping_interrupts() -> Iterator[None]:
-    """A context for ComfyUI's code in a call that may run once more, such as after a capture that failed.
+    """A context for ComfyUI's code in a call that may run a second time, for instance if a capture fails.
 
-    When ComfyUI raises the error for an interrupt, it clears its flag. The flag is set again here, because
-    the error may be ignored, and then the second run must raise it.
+    If the user has interrupted the run, ComfyUI raises an error, and clears its flag for interrupts. The flag
+    is set again here, because the error may be ignored, and then the second run must raise it.
     """
     try:
         yield
@@ -199,14 +211,20 @@ def keeping_interrupts() -> Iterator[None]:
 
 
 def _remove_used(unet: Any, control: dict[str, list[Any]]) -> None:
-    """Remove from the lists in ``control`` what stock's forward removes: the last entry for each block."""
+    """Remove from the lists in ``control`` what ComfyUI's forward removes: the last entry for each block.
+
+    ``control`` has the tensors of ControlNets and T2I-Adapters.
+    """
     for name, count in ("input", len(unet.input_blocks)), ("middle", 1), ("output", len(unet.output_blocks)):
         entries = control.get(name, [])
         del entries[max(0, len(entries) - count) :]
 
 
 def has_other_nodes(options: dict[str, Any], graphed: GraphedForward | None) -> bool:
-    """True if other nodes take part in a call. ``graphed`` then counts it as one without a graph."""
+    """True if other nodes have put code into a call. Then ``graphed`` counts the call as one without a graph.
+
+    ``options``: the ``transformer_options`` of the call.
+    """
     reason = _other_nodes(options)
     if reason is not None and graphed is not None:
         graphed.eager[reason] += 1
@@ -214,9 +232,9 @@ def has_other_nodes(options: dict[str, Any], graphed: GraphedForward | None) -> 
 
 
 def _other_nodes(options: dict[str, Any]) -> str | None:
-    """A sentence with the names of other nodes' entries in ``options``; None if there are none.
+    """Returns a sentence with the names of other nodes' entries in ``options``; None if there are none.
 
-    ``options``: the ``transformer_options``.
+    ``options``: the ``transformer_options`` of a call.
     """
     names = {*options.get("patches", ()), *options.get("patches_replace", ()), *(options.keys() - HARMLESS)}
     return f"other nodes take part: {', '.join(sorted(map(str, names)))}" if names else None

@@ -1,4 +1,4 @@
-"""Leaves inference mode, in which ComfyUI runs everything.
+"""Leaves PyTorch's inference mode, in which ComfyUI runs all models.
 
 A tensor that is made in inference mode does not count the writes into it. Without this count, a norm cannot
 tell whether statistics that were stored for its input are still valid (``layers/statistics.py``).

@@ -1,7 +1,7 @@
 """Fuses a model of ComfyUI while it is loaded, and restores it afterwards.
 
-``inject`` is called after ComfyUI has loaded and patched the weights of a model. ``eject`` is called before
-ComfyUI changes the weights again: to move them, to add or remove a LoRA, or to run a clone with other
+ComfyUI calls ``inject`` after it has loaded and patched the weights of a model. ComfyUI calls ``eject``
+before it changes the weights again: to move them, to add or remove a LoRA, or to run a clone with other
 patches. So weights do not change while the model is fused.
 """
 
@@ -36,15 +36,17 @@ _BLOCKS = (
     *tiled_decode.AUTOENCODERS,
     graphs.UNET,
 )
-# The fusions of ComfyUI's own classes. The report uses them to find what will be fused in a stock model.
+# The fusions of ComfyUI's own classes. The report uses them to find what will be fused once a model is
+# loaded.
 CLAIMING: tuple[Fusion, ...] = (*LAYERS, *_BLOCKS)
-# All fusions, in the two stages in which they are applied. ``LAYERS`` must come first, because the fusions of
-# the second stage look for layers with PyTorch's exact classes.
+# All fusions, in the two stages in which they are applied. The first stage, ``LAYERS``, gives ComfyUI's
+# layers PyTorch's classes. It must come first, because the fusions of the second stage look for layers with
+# exactly these classes.
 _STAGES: tuple[tuple[Any, ...], ...] = (LAYERS, (group_norm.FUSION, sequential.FUSION, *_BLOCKS))
 
 
 def root_of(patcher: Any) -> nn.Module:
-    """The module of ``patcher`` in which modules are fused: the UNet of a MODEL, or the whole VAE."""
+    """The module inside ``patcher`` that is optimized: the UNet of ComfyUI's MODEL, or the whole VAE."""
     return getattr(patcher.model, "diffusion_model", patcher.model)
 
 
@@ -61,15 +63,16 @@ def has_blocks(root: nn.Module) -> bool:
 
 
 def reason_to_stay(root: nn.Module) -> str | None:
-    """Why ``root`` stays stock as a whole at the moment; None if it can be fused."""
+    """Why nothing in ``root`` can be fused at the moment; None if there is no such reason."""
     return reason_of_cudnn(root.modules()) or reason_of_moves(root)
 
 
 @functools.cache
 def _about(cls: Any, stage: int) -> tuple[Any, ...]:
-    """The fusions of a stage that may claim modules of the class ``cls``.
+    """The fusions of a stage that may apply to modules of the class ``cls``.
 
-    ``stage``: index into ``_STAGES``. The result is cached for each class, because a UNet has 2000 modules.
+    ``stage``: an index into ``_STAGES``. The result is cached for each class, because a UNet has 2000 modules
+    but few classes.
     """
     return tuple(fusion for fusion in _STAGES[stage] if issubclass(cls, fusion.stock))
 
@@ -79,9 +82,11 @@ def inject(
     cuda_graphs: str | bool = "auto",
     install: Callable[[nn.Module, str | bool], None] = graphs.install,
 ) -> None:
-    """Fuse what can be fused in ``root``. If anything raises, ``root`` is restored first. Idempotent.
+    """Fuse what can be fused in ``root``. What is fused already stays as it is.
 
-    ``install``: called with each UNet whose class can have graphs, and with the mode of its graphs.
+    If an error occurs, ``root`` is restored before the error is raised.
+
+    ``install``: called with each UNet whose class can have CUDA graphs, and with the mode of the graphs.
     """
     if not has_blocks(root):
         return
@@ -113,10 +118,11 @@ def _apply(fusion: Fusion, module: nn.Module) -> None:
 
 
 def eject(root: nn.Module) -> None:
-    """Restore ``root`` as it was before ``inject``: classes, hooks and the weights' strides. Idempotent.
+    """Restore ``root`` as it was before ``inject``: classes, hooks and the weights' strides.
 
-    A UNet that may have graphs gets an entry ``_apply``, which stays until the next move or ``inject``
-    (``graphs.drop_at_next_move``).
+    A second call changes nothing. Only one thing stays: a UNet that may have CUDA graphs gets its own method
+    ``_apply``, which drops the graphs when the UNet is moved. The method stays until this move, or until the
+    next ``inject``.
     """
     stop_checking(root.modules())
     for module in root.modules():
@@ -129,7 +135,7 @@ def eject(root: nn.Module) -> None:
 
 
 def drop_graphs(root: nn.Module) -> None:
-    """Drop the graphs of all UNets in ``root``, so that their memory is freed."""
+    """Drop the CUDA graphs of all UNets in ``root``, so that the graphs' memory is freed."""
     for module in root.modules():
         graphs.drop(module)
 
@@ -137,6 +143,6 @@ def drop_graphs(root: nn.Module) -> None:
 def is_loaded(root: nn.Module) -> bool:
     """True if all weights in ``root`` stay at one address while the model is loaded.
 
-    False if ComfyUI moves or patches some of them at each call (``has_steady_weights``).
+    It is False if ComfyUI moves or patches some of the weights at each call.
     """
     return all(has_steady_weights(module) for module in root.modules())

@@ -1,20 +1,21 @@
 """Lets fused blocks use ComfyUI's layers like PyTorch's, also layers that change their weights for each call.
 
 Fusions look for layers of exact classes such as ``nn.Conv2d``, because they know what these compute.
-ComfyUI's ``disable_weight_init.Conv2d`` computes the same. But some of its instances *cast*: at each call
+ComfyUI's ``disable_weight_init.Conv2d`` computes the same. But some layers of this class *cast*: at each call
 they prepare their weights, that is, convert, patch or move them. A layer casts if ``comfy_cast_weights`` is
 set (low VRAM, weights in another dtype such as fp8) or if there are functions on its weights (LoRA with low
 VRAM). ComfyUI changes these attributes only when it loads or unloads weights. Before that, ``eject``
-(``inject.py``) makes the model stock again. So a layer of a fused model never begins or stops to cast.
+(``inject.py``) undoes all fusions of the model. So a layer of a fused model never begins or stops to cast.
 
 - A layer that does not cast gets PyTorch's class.
 - A layer that casts keeps its class. A fused block calls ``prepared(layer, x)`` and gets a layer of PyTorch's
   class with the weights that ComfyUI has prepared for this call.
 - With low VRAM, ComfyUI moves the weights of some layers to the GPU at each call. A step takes as long as
-  these moves, so fusions would gain nothing, and the whole model stays stock (``reason_of_moves``).
+  these moves, so fusions would gain nothing, and the whole model is left as it is (``reason_of_moves``).
 
 If the user interrupts a run, ComfyUI's layers notice this at their next call, and PyTorch's layers do not. So
-the run ends a little later: at the next call of a layer with ComfyUI's class, or at the next step.
+the run of a fused model ends a little later: at the next call of a layer with ComfyUI's class, or at the next
+step.
 """
 
 from __future__ import annotations
@@ -30,15 +31,14 @@ from sdfastgn.patches.swap.fusion import foreign_override, is_unhooked, stock_cl
 from sdfastgn.patches.swap.tested_sources import TestedSource, tested, unknown_source
 
 _ops: Any = comfy.ops
-# Key that ``_Layer.apply`` puts into the ``__dict__`` of each layer to which it is applied. Its value is the
-# class that the layer had before: ComfyUI's.
+# The key in the ``__dict__`` of a fused layer under which the layer's former class, ComfyUI's, is kept.
 _STOCK_CLASS = "_sdfastgn_stock_class"
-# Name of ComfyUI's class -> the class of the layer that ``prepared`` returns.
+# The class of the layer that ``prepared`` returns, by the name of ComfyUI's class.
 _CLASSES: dict[str, type[nn.Module]] = {
     "Conv2d": nn.Conv2d, "Linear": nn.Linear, "GroupNorm": FusedGroupNorm, "LayerNorm": nn.LayerNorm,
 }  # fmt: skip
-# ComfyUI's class -> the class of the layer that ``prepared`` returns. The layers of ``manual_cast`` always
-# cast: they are for models whose weights have another dtype than their activations.
+# The class of the layer that ``prepared`` returns, by ComfyUI's class. The layers of ComfyUI's
+# ``manual_cast`` always cast: they are for models whose weights have another dtype than their activations.
 _PREPARED: dict[type[nn.Module], type[nn.Module]] = {
     getattr(ops, name): cls
     for ops in (_ops.disable_weight_init, _ops.manual_cast)
@@ -47,13 +47,16 @@ _PREPARED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 class _Layer:
-    """The fusion of one kind of layer. ``plain``: PyTorch's class, the base of ComfyUI's classes."""
+    """The fusion that gives ComfyUI's layers of one kind PyTorch's class.
+
+    ``plain``: PyTorch's class, such as ``nn.Conv2d``, on which ComfyUI's classes are based.
+    """
 
     def __init__(self, plain: type[nn.Module]) -> None:
         self.name = f"plain_{plain.__name__.lower()}"
         self.stock: type[nn.Module] = getattr(_ops.disable_weight_init, plain.__name__)
-        # ComfyUI's ``forward`` of the layer. If it is a version that was tested, it computes the same as
-        # PyTorch's for weights that need no cast.
+        # ComfyUI's ``forward`` of the layer. The versions that were tested compute the same as PyTorch's
+        # ``forward`` if the weights need no cast.
         self._when_plain = tested(self.stock, "forward")
         # ComfyUI's code that casts, patches or moves the weights for a call, and releases them afterwards.
         self._when_casting = (
@@ -94,9 +97,10 @@ def _casts(module: Any) -> bool:
 
 
 def plain_class(layer: Any) -> type[nn.Module]:
-    """PyTorch's class for ``layer`` if the layer does not cast; else the layer's own stock class.
+    """PyTorch's class for ``layer`` if the layer does not cast; else the class that ComfyUI gave the layer.
 
-    The result is the same whether the fusions of ``LAYERS`` have already changed the layer's class or not.
+    To cast means to convert, patch or move the weights at each call. The result is the same before and after
+    the layer's class was changed to PyTorch's.
     """
     for each in LAYERS:
         if type(layer) is each.stock and not _casts(layer) and each.reason_to_skip(layer) is None:
@@ -110,7 +114,7 @@ def reason_to_cast(module: Any) -> str | None:
 
 
 def reason_of_moves(root: nn.Module) -> str | None:
-    """Why ``root`` must stay stock as a whole, because of low VRAM; None if it is not in low VRAM."""
+    """Why low VRAM forbids to fuse anything in ``root``; None if ComfyUI moves no weights at each call."""
     if any(map(_has_low_vram, root.modules())):
         return "GPU memory is short, so ComfyUI moves some of its weights at each call"
     return None
@@ -129,8 +133,8 @@ def _has_low_vram(module: nn.Module) -> bool:
 def has_steady_weights(module: Any) -> bool:
     """True if calls of ``module`` can be part of a CUDA graph, because its weights stay at one address.
 
-    A cast on the GPU becomes part of the graph. The result is False if the weights are moved at each call,
-    patched by functions, or cast by unknown code.
+    A conversion of the weights' dtype on the GPU becomes part of the graph. The result is False if the
+    weights are moved at each call, patched by functions, or converted by unknown code.
     """
     has_other_class = vars(module).get(_STOCK_CLASS, type(module)) is not type(module)
     if has_other_class or not hasattr(module, "comfy_cast_weights"):
@@ -148,10 +152,9 @@ def has_steady_weights(module: Any) -> bool:
 def prepared(layer: Any, x: Tensor, *others: Tensor) -> Any:
     """Returns a layer of PyTorch's class, or a ``FusedGroupNorm``, with the weights for one call on x.
 
-    ComfyUI has cast and patched these weights.
-
-    Returns ``layer`` itself if it does not cast. Also returns ``layer`` itself if ComfyUI's code must run it:
-    because it has hooks, because sdfastgn does not know how it casts, or because ``others``, the further
+    ComfyUI's code has converted and patched these weights for this call. Returns ``layer`` itself if its
+    weights need no such preparation. Also returns ``layer`` itself if ComfyUI's code must run the layer: if
+    the layer has hooks, if sdfastgn does not know how its weights are prepared, or if ``others``, the further
     inputs of the fused call, have another dtype than x.
     """
     if (

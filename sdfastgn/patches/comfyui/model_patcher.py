@@ -1,6 +1,7 @@
 """Adds sdfastgn to a ``ModelPatcher`` of ComfyUI as an injection.
 
-ComfyUI calls an injection when it loads and unloads the model. Clones of the ``ModelPatcher`` inherit it.
+An injection is a pair of functions. ComfyUI calls one after it has loaded the model, and the other before it
+changes or unloads the model. Clones of the ``ModelPatcher`` inherit injections.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ def optimize_model(
     fuse: Callable[[nn.Module, str | bool], None] = inject,
     describe: Callable[[Any], str] = text_of,
 ) -> Any:
-    """A clone of the ``ModelPatcher`` ``model``. While the clone is loaded, its model is fused.
+    """Returns a clone of the ``ModelPatcher`` ``model``. While the clone is loaded, its model is fused.
 
-    The clone stays fused between two runs of the sampler (``staying.py``). ``model`` itself stays stock.
-    Under DynamicVRAM the clone has a second model, read from the same file, whose weights stay on the GPU. If
-    that is not possible, for instance because the GPU has too little memory, the clone runs stock's code.
+    The clone's model stays fused between two runs of the sampler (``staying.py``). ``model`` itself runs
+    ComfyUI's code. Under DynamicVRAM the clone has a second model, read from the same file, whose weights
+    stay on the GPU. If that is not possible, for instance because the GPU has too little memory, the clone
+    runs ComfyUI's code.
 
     Args:
         model: ComfyUI's MODEL, a ``ModelPatcher``.
-        cuda_graphs: "auto" captures the second call of a kind, True the first, False none.
-            ``sdfastgn.optimize`` explains kinds of calls.
+        cuda_graphs: calls of one kind have the same shapes, dtypes and other arguments. "auto" captures the
+            second call of a kind, True the first, False none.
         after_run: called with the text of the report whenever the sampler has run the model.
         fuse: called with the model and ``cuda_graphs`` when ComfyUI has loaded the model.
         describe: makes the text of the report on a ``ModelPatcher``.
@@ -67,9 +69,9 @@ def optimize_model(
             eject(root_of(patcher))
 
     def begin(patcher: Any) -> None:
-        # ``patcher.is_injected`` may be True although the model is stock: if ``patcher`` was cloned while its
-        # model was fused, both share the model, and the clone restored the model when it was deleted. Then
-        # the model is fused again here.
+        # ``patcher.is_injected`` may be True although the model is not fused. This happens if ``patcher`` was
+        # cloned while its model was fused: the clone shares the model, and restores it when the clone is
+        # deleted. Then the model is fused again here.
         if patcher.is_injected and not UNET.is_applied(root_of(patcher)):
             put_in(patcher)
         begin_run(root_of(patcher))
@@ -94,11 +96,13 @@ def optimize_model(
 
 
 def optimize_vae(vae: Any) -> Any:
-    """A copy of ComfyUI's VAE ``vae``. While the copy is loaded, its model is fused. ``vae`` stays stock.
+    """Returns a copy of ComfyUI's VAE ``vae``. While the copy is loaded, its model is fused.
 
-    ``fused_vae.py`` says what else differs.
+    ``fused_vae.py`` says what else differs. ``vae`` itself runs ComfyUI's code.
 
-    Raises what ``check_vae`` raises.
+    Raises:
+        TypeError: ``vae`` is no VAE of ComfyUI.
+        ValueError: ``vae`` has no model.
     """
     check_vae(vae)
     optimized = copy.copy(vae)
@@ -108,9 +112,9 @@ def optimize_vae(vae: Any) -> Any:
     optimized.patcher.remove_callbacks_with_key(CallbacksMP.ON_INJECT_MODEL, KEY)
     optimized.first_stage_model = optimized.patcher.model
     if optimized.first_stage_model is not vae.first_stage_model:
-        # ``vae`` is under DynamicVRAM, so ``optimized`` has a second model, whose weights were read from the
-        # file without a cast. A dynamic layer would cast them at each call. The layers of the second model
-        # are not dynamic, so the weights are cast here, once.
+        # ``vae`` is under DynamicVRAM, so ``optimized`` has a second model, whose weights have the dtype of
+        # the file. A layer under DynamicVRAM would convert them at each call. The layers of the second model
+        # are not under DynamicVRAM, so the weights are converted here, once.
         optimized.first_stage_model.to(vae.vae_dtype)
     return optimized
 
@@ -120,7 +124,11 @@ def call_after_load(
 ) -> None:
     """Register ``after_load``, which is then called with ``describe(patcher)`` before each decode and encode.
 
-    It replaces a function that was registered before with the same ``key``. Raises what ``check_vae`` raises.
+    ``after_load`` replaces a function that was registered before with the same ``key``.
+
+    Raises:
+        TypeError: ``vae`` is no VAE of ComfyUI.
+        ValueError: ``vae`` has no model.
     """
     check_vae(vae)
     vae.patcher.remove_callbacks_with_key(CallbacksMP.ON_INJECT_MODEL, key)
@@ -131,7 +139,8 @@ def call_after_load(
 
 def check_vae(vae: Any) -> None:
     """Raise TypeError if ``vae`` is no VAE of ComfyUI, and ValueError if it is a VAE without a model."""
-    # ComfyUI gives such a VAE if a checkpoint has no weights of a VAE. It then has no ``patcher`` either.
+    # ComfyUI makes a VAE without a model if a checkpoint has no weights of a VAE. Such a VAE has no
+    # ``patcher`` either.
     if getattr(vae, "first_stage_model", vae) is None:
         raise ValueError(
             "sdfastgn: the VAE is empty (its first_stage_model is None), because the file that it was loaded "

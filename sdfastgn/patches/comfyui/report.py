@@ -1,4 +1,4 @@
-"""The report on a model in ComfyUI: whether it is faster, what runs stock's code and why, and its graphs."""
+"""Makes the report on a model in ComfyUI: is it faster, what is not fused and why, and its CUDA graphs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sdfastgn.patches.comfyui.unet import has_no_patches
 from sdfastgn.patches.swap.fusion import Fusion
 from sdfastgn.patches.swap.tested_sources import Untested, how_to_compare, unknown_source
 
-# Name of a fusion -> the report's word for the modules that the fusion changes. Each fusion in ``CLAIMING``
-# has an entry.
+# A dict from the name of a fusion to the report's word for the modules that this fusion changes. Each fusion
+# in ``CLAIMING`` has an entry.
 _WORDS = {
     "resblock": "ResNet blocks",
     "spatial_transformer": "transformers",
@@ -41,11 +41,14 @@ _WORDS = {
 
 
 def text_of(patcher: Any, has_run: bool = True) -> str:
-    """The report on the model of a ``ModelPatcher``, in a few lines. The first line says if it is faster.
+    """Returns the report on the model of a ``ModelPatcher``: a few lines of text. This changes nothing.
 
-    While the model is not loaded, the report says what is fused whenever the whole model fits into the GPU's
-    memory. The numbers of calls are from the sampler's last run. With ``has_run`` False they are left out,
-    because the last run was not one of this workflow. Changes nothing.
+    The first line says whether the model is faster. While the model is not loaded, the report says what is
+    fused whenever the whole model fits into the GPU's memory. The numbers of calls are from the sampler's
+    last run.
+
+    ``has_run``: False leaves out the numbers of calls, because the sampler's last run was not part of this
+    workflow.
     """
     root = root_of(patcher)
     name = type(root).__name__
@@ -61,7 +64,8 @@ def text_of(patcher: Any, has_run: bool = True) -> str:
     if not fused:
         verdict = "not faster. All of it runs as stock"
     elif not any(fusion.is_applied(module) for module in root.modules() for fusion in CLAIMING):
-        # ComfyUI's history keeps this text after the run, too. So it must hold before a run and after it.
+        # ComfyUI's history keeps this text after the run, too. So the text must be true before and after a
+        # run.
         verdict = f"{faster} whenever all of it is loaded"
     else:
         verdict = faster
@@ -75,7 +79,10 @@ def text_of(patcher: Any, has_run: bool = True) -> str:
 
 
 def _cost(stock: dict[str, Counter[str]]) -> list[str]:
-    """What the parts that run as stock because of untested code cost, and how to see what changed there."""
+    """Lines of the report about modules that are not fused because their code was never tested.
+
+    The lines say what this costs, and how to see what changed in the code.
+    """
     untested = {reason: parts for reason, parts in stock.items() if isinstance(reason, Untested)}
     if not untested:
         return []
@@ -89,7 +96,7 @@ def _cost(stock: dict[str, Counter[str]]) -> list[str]:
     ]
 
 
-# The report's word for transformer blocks. They run stock's code while other nodes have patches inside of
+# The report's word for transformer blocks. They run ComfyUI's code while other nodes have patches inside of
 # them.
 _PATCHED = _WORDS["comfyui_transformer_block"]
 
@@ -101,7 +108,10 @@ def _why_not_faster(patcher: Any, root: nn.Module) -> str | None:
 
 
 def why_stock(patcher: Any, root: nn.Module) -> str | None:
-    """Why the whole model runs stock's code, for a reason outside of it. None if there is no such reason."""
+    """Why the whole model runs ComfyUI's code, for a reason that is not in the model; None if there is none.
+
+    Such reasons are a missing GPU, too little memory, or a model that no node of sdfastgn has optimized.
+    """
     if KEY not in patcher.injections:
         return "It does not come from a node of sdfastgn that optimizes"
     if not _has_gpu():
@@ -120,10 +130,11 @@ def _has_gpu() -> bool:
 
 
 def parts_of(root: nn.Module) -> tuple[Counter[str], dict[str, Counter[str]]]:
-    """Counts the parts of ``root`` that are fused whenever it is loaded, and those that are not.
+    """Counts the modules of ``root`` that are fused whenever the model is loaded, and those that are not.
 
-    Returns ({word for a kind of part: number of fused parts}, {reason: {word: number of parts that run
-    stock's code for this reason}}). The words are in ``_WORDS``.
+    Returns two dicts. The first has the number of fused modules of each kind. The second has, for each
+    reason, the numbers of modules of each kind that run ComfyUI's code for this reason. Kinds are named by
+    the report's words, such as "transformer blocks".
     """
     fused: Counter[str] = Counter()
     stock: dict[str, Counter[str]] = {}
@@ -138,9 +149,10 @@ def parts_of(root: nn.Module) -> tuple[Counter[str], dict[str, Counter[str]]]:
 def findings_in(
     root: nn.Module, fusions: Sequence[Fusion] = CLAIMING
 ) -> Iterator[tuple[nn.Module, Fusion, str | None]]:
-    """(module, one of ``fusions`` that claims it, why the module runs stock's code or None).
+    """Yields (module, fusion, reason) for each module in ``root`` and each of ``fusions`` that is about it.
 
-    Outer modules come first.
+    ``reason`` says why the module runs ComfyUI's code; it is None if the module is or can be fused. Outer
+    modules come first.
     """
     for module in root.modules():
         for fusion in fusions:
@@ -149,9 +161,9 @@ def findings_in(
 
 
 def untested_in(root: nn.Module) -> list[Untested]:
-    """Why parts of ``root`` run as stock because their code was never tested, each reason once.
+    """Returns each reason why modules of ``root`` are not fused because ComfyUI's code was never tested.
 
-    Code of the tiled decode does not count, because no other call runs it.
+    Code of the tiled decode is left out, because no other call runs this code.
     """
     unknown = [each for each in CLAIMING if each not in AUTOENCODERS and unknown_source(*each.sources)]
     found = (reason for _, _, reason in findings_in(root, unknown))
@@ -163,10 +175,10 @@ def _counted(parts: Counter[str]) -> str:
 
 
 def calls_of(root: nn.Module) -> list[str]:
-    """Lines of the report about the calls of the last run and the memory of all graphs.
+    """Lines of the report about the calls of the last run, and about the memory of all CUDA graphs.
 
-    Empty before the first run, and for models that never become graphs, such as a VAE. If weights do not stay
-    at one address, the only line says that there can be no graphs.
+    There are no lines before the first run, and for models that never become CUDA graphs, such as a VAE. If
+    weights do not stay at one address, the only line says that there can be no graphs.
     """
     graphed = graphs.graphs_of(root)
     replayed, eager = graphs.calls_of_run(root)

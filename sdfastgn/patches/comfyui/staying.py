@@ -1,13 +1,15 @@
 """Keeps models of ComfyUI fused between two decodes or runs of the sampler.
 
-ComfyUI loads a VAE at each decode and encode, and a UNet when the sampler begins. If the weights are already
-on the GPU and have their patches, ComfyUI still ejects all injections, and then injects them again. It does
-the same twice when the sampler ends, to remove patches that most models do not have (those of hooks). For
-sdfastgn each time restores and replaces the classes of all modules, and copies the weights of convolutions
-into another layout and back.
+An *injection* is a pair of functions of a node, such as sdfastgn's. ComfyUI calls one when it has loaded the
+model (it *injects*), and the other before it changes or unloads the model (it *ejects*). ComfyUI loads a VAE
+at each decode and encode, and a UNet when the sampler begins. If the weights are already on the GPU and have
+their patches, ComfyUI still ejects all injections, and then injects them again. ComfyUI does the same twice
+when the sampler ends, to remove patches of hooks, which most models do not have. Each time, sdfastgn would
+restore and replace the classes of all modules, and would copy the weights of convolutions into another layout
+and back.
 
-The ``ModelPatcher`` of an optimized model is a ``StayingPatcher``. While ComfyUI does so (``staying``), it
-ignores the ejection and the injection, until ComfyUI is about to change something in the model.
+The ``ModelPatcher`` of an optimized model is a ``StayingPatcher``. Inside of the context ``staying``, it
+ignores such an ejection and the injection after it, until ComfyUI is about to change something in the model.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from torch import nn
 
 from sdfastgn.patches.code.states import replaced_in_calls
 
-# The name of the wrapper in a ``ModelPatcher``.
+# The name under which a ``ModelPatcher`` has sdfastgn's wrapper around the function that loads the model.
 _KEY = "sdfastgn stays"
-# Model -> the ``StayingPatcher`` that has injected it last. A model has no entry after an ejection by any of
-# them. The attribute ``is_injected`` does not say this: a clone gets a copy of it.
+# A dict from a model to the ``StayingPatcher`` that has injected it last. After an ejection the model has no
+# entry. The attribute ``is_injected`` of a ``ModelPatcher`` does not tell this, because a clone gets a copy
+# of the attribute.
 _injected_by: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StayingPatcher]] = weakref.WeakKeyDictionary()
 
 
@@ -35,15 +38,15 @@ class StayingPatcher(ModelPatcher):
     """A ``ModelPatcher`` that can ignore an ejection after which ComfyUI changes nothing.
 
     Attributes:
-        stays: True while ejections are ignored.
-        is_ejected: True after an ignored ejection, until the injection that follows it.
+        stays: True while ejections are ignored, so that the model stays fused.
+        is_ejected: True after an ignored ejection, until the injection that follows.
     """
 
     stays = False
     is_ejected = False
 
     def is_unchanged(self) -> bool:
-        """True if the whole model is loaded and fused, and has the weights and objects that it shall have."""
+        """True if the whole model is loaded and fused, and a new load by ComfyUI would change nothing."""
         model, unknown = self.model, object()
         by = _injected_by.get(model)
         return (
@@ -54,7 +57,8 @@ class StayingPatcher(ModelPatcher):
             and getattr(model, "model_loaded_weight_memory", 0) > 0
             and not (self.object_patches or self.object_patches_backup)
             and getattr(self, "forced_hooks", None) is getattr(self, "current_hooks", None) is None
-            and not replaced_in_calls(model)  # an injection would choose other blocks, or plans
+            # If other code has replaced code that the model calls, an injection decides anew what is fused.
+            and not replaced_in_calls(model)
         )
 
     def eject_model(self) -> None:
@@ -76,12 +80,12 @@ class StayingPatcher(ModelPatcher):
             callback(self)
 
     def leave(self) -> None:
-        """Make up for an ignored ejection, and ignore none from now on."""
+        """Ignore no ejections from now on. If an ejection was ignored just now, eject the model."""
         was_ejected, self.stays, self.is_ejected = self.is_ejected, False, False
         if was_ejected:
             self.eject_model()
 
-    # ---- what changes the model
+    # ---- methods by which ComfyUI changes the model; an ejection that was ignored is done before that
 
     def load(self, *args: Any, **options: Any) -> Any:
         self.leave()
@@ -113,9 +117,9 @@ class StayingPatcher(ModelPatcher):
 
 @contextmanager
 def staying(patcher: Any) -> Iterator[None]:
-    """A context in which ComfyUI loads or cleans ``patcher``, and no other ``ModelPatcher`` of its model.
+    """A context in which the model of ``patcher`` stays fused although ComfyUI ejects and injects it.
 
-    In the context the model may stay fused.
+    In this context ComfyUI may load or clean ``patcher``, but no other ``ModelPatcher`` of the same model.
     """
     if not isinstance(patcher, StayingPatcher) or patcher.stays or not patcher.is_unchanged():
         yield
@@ -124,25 +128,28 @@ def staying(patcher: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        # ComfyUI takes a model off its list before it loads it again. An error in between leaves it there.
+        # ComfyUI takes a model off its list of loaded models before it loads the model again. After an error
+        # in between, the model is not in the list, so it is ejected here.
         if not any(each.model is patcher for each in model_management.current_loaded_models):
             patcher.is_ejected = True
         patcher.leave()
 
 
 def stay_fused(patcher: Any) -> None:
-    """Let ``patcher``, a new clone, and its own clones stay fused between two runs of the sampler.
+    """Let the model of ``patcher``, a new clone, stay fused between two runs of the sampler.
 
-    Does nothing for a ``ModelPatcher`` under DynamicVRAM, or of another node, which have other classes.
+    The same then holds for clones of ``patcher``. Nothing is done for a ``ModelPatcher`` of another class, as
+    models under DynamicVRAM and some other nodes have.
     """
     if type(patcher) is ModelPatcher:
         patcher.__class__ = StayingPatcher
-    if isinstance(patcher, StayingPatcher) and hasattr(WrappersMP, "PREPARE_SAMPLING"):  # not in old releases
+    # Old releases of ComfyUI do not have this kind of wrapper.
+    if isinstance(patcher, StayingPatcher) and hasattr(WrappersMP, "PREPARE_SAMPLING"):
         patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, _KEY)
         patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, _KEY, _load)
 
 
 def _load(executor: Any, patcher: Any, *args: Any, **options: Any) -> Any:
-    """Runs ComfyUI's function that loads the sampler's model. ``executor``: calls this function."""
+    """Runs ComfyUI's function that loads the sampler's model. ``executor`` calls that function."""
     with staying(patcher):
         return executor(patcher, *args, **options)

@@ -1,13 +1,14 @@
 """ComfyUI's tiled decode of images (SD 1.5, SD 2, SDXL, SD3, Flux): strips of the image instead of tiles.
 
 The node VAE Decode (Tiled) calls the VAE's ``decode_tiled_``. The node VAE Decode calls it too, if a decode
-without tiles has run out of memory. Stock decodes the image three times in tiles of different shapes, and
+without tiles has run out of memory. ComfyUI decodes the image three times in tiles of different shapes, and
 averages the results. Each norm takes the mean and variance of its tile, so tiles get different colors. Here
-the decoder runs in strips, with the mean and variance of the whole image (``fusions/strips.py``), so there
-are no seams.
+the decoder runs in horizontal strips of the image. Each norm takes the mean and variance of the whole image
+(``fusions/strips.py``), so there are no seams.
 
-``image_of`` calls the autoencoder's own ``decode``, and the decoder in it runs in strips (``in_strips``). If
-the autoencoder is not fused at the moment, stock's tiles are decoded (``fused_vae.py``).
+``image_of`` calls the autoencoder's own ``decode``, and the decoder in the autoencoder runs in strips of the
+image (``in_strips``). If the autoencoder is not fused at the moment, ComfyUI's tiles are decoded
+(``fused_vae.py``).
 """
 
 from __future__ import annotations
@@ -35,23 +36,27 @@ from sdfastgn.patches.swap.tested_sources import tested
 
 
 class _Request(NamedTuple):
-    """A call of a decoder that shall run in strips.
+    """Tells a decoder to run in strips of the image, and how.
 
-    ``share``: the part of the image that the largest of stock's tiles covers, from 0 to 1. ``after_layer`` is
-    called after each layer, as ``strip_chain.decode`` says.
+    Attributes:
+        share: the fraction of the image that the largest of ComfyUI's tiles covers, from 0 to 1.
+        after_layer: called after each layer of the decoder, to show the progress.
     """
 
     share: float
     after_layer: Callable[[], object]
 
 
-# The ``_Request`` of the tiled decode that runs in this thread. None if there is none: then decoders run on
-# whole images.
+# Set while this thread runs a tiled decode. Decoders then run in strips of the image. If it is None, decoders
+# run on whole images.
 _request: ContextVar[_Request | None] = ContextVar("_request", default=None)
 
 
 def in_strips(decoder: Any, z: Tensor) -> Tensor | None:
-    """Decodes z (1, C, H, W) in strips if the present call of ``decoder`` shall run so; else returns None."""
+    """Decodes the latent z (1, C, H, W) in strips of the image, if a tiled decode has called ``decoder``.
+
+    Returns None if the call does not come from a tiled decode.
+    """
     request = _request.get()
     if request is None:
         return None
@@ -75,7 +80,8 @@ def _parts(decoder: Any) -> Parts:
         layers += map(_resnet_parts, up.block)
         if i > 0:
             layers.append(UpsampleParts(up.upsample.conv, up.upsample))
-    # The decoder calls a function for its last SiLU, but ``OutParts`` needs a module. So a new one is made.
+    # The decoder calls a function for its last SiLU, but ``OutParts`` needs a module. So a new module is
+    # made.
     return Parts(tuple(layers), OutParts(decoder.norm_out, nn.SiLU(), decoder.conv_out))
 
 
@@ -97,8 +103,9 @@ def image_of(
 ) -> Tensor | None:
     """Decodes ``samples`` (N, C, H, W) in strips: (N, 3, 8 H, 8 W) in fp32 for a decoder of four levels.
 
-    None if that is not possible, or if there is no memory. ``tile_x`` and ``tile_y``: width and height of a
-    tile of stock, in latents.
+    Returns None if that is not possible, or if memory runs out.
+
+    ``tile_x`` and ``tile_y``: width and height of a tile of ComfyUI, in positions of the latent.
     """
     model, image = vae.first_stage_model, None
     latents = samples.to(vae.vae_dtype).to(vae.device)
@@ -113,7 +120,7 @@ def image_of(
         with setting(_request, _Request(share, partial(bar.update, 1))):
             for i, latent in enumerate(latents.split(1)):
                 found = model.decode(latent)
-                if image is None:  # like stock's image, this one has PyTorch's default dtype
+                if image is None:  # like ComfyUI's own image, this one has PyTorch's default dtype
                     image = torch.empty((len(latents), *found.shape[1:]), device=vae.output_device)
                 image[i] = found[0]
     except torch.OutOfMemoryError:
@@ -121,12 +128,13 @@ def image_of(
     return vae.process_output(image)
 
 
-# --- conditions for strips ----------------------------------------------------------------------------
+# --- when an autoencoder may decode in strips ---------------------------------------------------------
 
 
 def _runs_in_strips(model: Any, latents: Tensor) -> bool:
     return (
-        stock_class(model.decoder) is not type(model.decoder)  # a fused decoder calls ``in_strips``
+        # The decoder must be fused, because only the fused decoder calls ``in_strips``.
+        stock_class(model.decoder) is not type(model.decoder)
         and strip_chain.runs_now(latents)
         and "decode" not in vars(model)
         and _why_not(model) is None
@@ -135,13 +143,16 @@ def _runs_in_strips(model: Any, latents: Tensor) -> bool:
 
 
 def _is_image_model(stock: type[nn.Module], model: Any) -> bool:
-    """True if ``model`` is an autoencoder for images, and its class is ``stock`` or the fused form of it."""
+    """True if ``model`` is an autoencoder for images of the class ``stock``, fused or not."""
     is_known = stock_class(model) is stock and stock_class(model.decoder) is Decoder
     return is_known and isinstance(model.decoder.conv_in, nn.Conv2d)
 
 
 def _why_not(model: Any) -> str | None:
-    """Why the decoder of ``model``, with its weights as they are loaded, cannot run in strips; else None."""
+    """Why the decoder of ``model`` cannot run in strips of an image; None if it can.
+
+    The answer depends on how ComfyUI has loaded the weights, so it is for the present state of ``model``.
+    """
     decoder = model.decoder
     if decoder.tanh_out:
         return "its decoder ends with tanh"

@@ -1,8 +1,8 @@
 """Fusions for the blocks of ComfyUI's UNet (SD 1.5, SD 2, SDXL).
 
 The functions that compute are the same as for diffusers' blocks. This file passes them the layers of
-ComfyUI's blocks. ``layers.py`` has already given most layers PyTorch's classes. For a layer that casts its
-weights, ``prepared`` gives a layer of PyTorch's class for one call.
+ComfyUI's blocks. ``layers.py`` has already given most layers PyTorch's classes. If ComfyUI converts or
+patches the weights of a layer at each call, ``prepared`` gives a layer of PyTorch's class for one call.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def _is_image_resblock(block: Any) -> bool:
 
 
 class FusedSpatialTransformer(SpatialTransformer):
-    """``SpatialTransformer`` whose output is channels-last. x (N, C, H, W) -> the same.
+    """``SpatialTransformer`` whose output is channels-last. x and the result: (N, C, H, W).
 
-    Stock's forward ends with ``.contiguous()``, which makes its output channels-first. Then all later layers
-    would be channels-first too, and slower.
+    ComfyUI's forward ends with ``.contiguous()``, which makes its output channels-first. Then all later
+    layers would be channels-first too, and slower.
     """
 
     def forward(self, x: Tensor, context: Any = None, transformer_options: Any = None) -> Tensor:
@@ -90,7 +90,8 @@ class FusedSpatialTransformer(SpatialTransformer):
         if not (dispatch.has_kernels(x) and x.dim() == 4):
             return super().forward(x, context, options)
         contexts = context if isinstance(context, list) else [context] * len(self.transformer_blocks)
-        options["activations_shape"] = list(x.shape)  # other nodes read this, and ``block_index`` below
+        # Other nodes read the entries ``activations_shape`` and ``block_index``.
+        options["activations_shape"] = list(x.shape)
         _, _, H, W = x.shape
         h = prepared(self.norm, x)(x)
         if not self.use_linear:
@@ -112,8 +113,7 @@ class FusedSpatialTransformer(SpatialTransformer):
 class FusedBasicTransformerBlock(BasicTransformerBlock):
     """``BasicTransformerBlock`` with each LayerNorm fused with the sum before it.
 
-    x (N, tokens, C) -> the same. If other nodes run code inside of the block (``has_no_patches``), stock's
-    forward runs.
+    x and the result: (N, tokens, C). If other nodes run code inside of the block, ComfyUI's forward runs.
     """
 
     def forward(self, x: Tensor, context: Tensor | None = None, transformer_options: Any = None) -> Tensor:

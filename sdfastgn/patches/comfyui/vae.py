@@ -1,12 +1,12 @@
 """Fusions for the blocks of ComfyUI's image autoencoders (SD 1.5, SD 2, SDXL, SD3, Flux).
 
 The fused classes of the encoder and the decoder turn inference mode off, so that norms can use stored
-statistics (``inference_mode.py``). A tiled decode runs the fused decoder in strips (``tiled_decode.py``). The
-activation after the last norm stays a separate pass: stock's ``forward`` calls a function for it, so there is
-no module that could be replaced.
+statistics (``inference_mode.py``). A tiled decode runs the fused decoder in strips of the image
+(``tiled_decode.py``). The activation after the last norm stays a separate pass: ComfyUI's ``forward`` calls a
+function for the activation, so there is no module that could be replaced.
 
-ComfyUI uses some of these classes in autoencoders for videos, too. There they stay as they are, and the
-whole autoencoder runs as plans.
+ComfyUI uses some of these classes in autoencoders for videos, too. There they are not fused. Such an
+autoencoder runs as a plan instead: a traced list of kernels that replaces the Python of its forward.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class FusedResnetBlock(ResnetBlock):
 
 
 class FusedAttnBlock(AttnBlock):
-    """``AttnBlock``: one wide head over all pixels. Images x (N, C, H, W) -> the same."""
+    """``AttnBlock``: attention over all pixels with one wide head. x and the result: images (N, C, H, W)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # If ComfyUI has chosen xformers or sliced attention, stock's forward runs.
+        # If ComfyUI has chosen xformers or sliced attention, ComfyUI's forward runs.
         is_plain = self.optimized_attention is comfy_model.pytorch_attention
         if not (is_plain and dispatch.has_kernels(x) and x.dim() == 4):
             return super().forward(x)
@@ -99,8 +99,8 @@ class FusedEncoder(Encoder):
 class FusedDecoder(Decoder):
     """``Decoder`` that runs outside of inference mode, so that norms can use stored statistics.
 
-    ``inference_mode.py`` says why. In a tiled decode it runs in strips (``tiled_decode.py``).
-    z (N, latent channels, H, W) -> (N, 3, 8 H, 8 W).
+    ``inference_mode.py`` says why. In a tiled decode the decoder runs in strips of the image
+    (``tiled_decode.py``). z (N, latent channels, H, W) -> (N, 3, 8 H, 8 W).
     """
 
     def forward(self, z: Tensor, **kwargs: Any) -> Tensor:

@@ -1,8 +1,11 @@
-"""What calls have counted beyond the range of E4M3, on the CPU, which does not wait for it.
+"""Copies to the CPU how many values were beyond the range of E4M3 (fp8) in calls. The CPU does not wait.
 
-The result of such a call is right: on the GPU its values were written again with a larger scale
-(``kernels/common/e4m3.py``). The CPU only makes the larger scale the learned one, and it may do so later. So
-a copy to the CPU is started after a call, and a later call reads it if it has arrived.
+Kernels that write E4M3 count such values on the GPU. The result of the call is right: the kernels have
+written the values again with a larger scale (``kernels/common/e4m3.py``). The CPU only lets later calls begin
+with the larger scale, and this may wait. So a copy to the CPU is started after a call, and a later call reads
+the copy if it has arrived.
+
+A *quantizer* is a tensor on the GPU with the scale of a matrix product's input, and with these counts.
 """
 
 from __future__ import annotations
@@ -20,49 +23,55 @@ if TYPE_CHECKING:
 
 
 class Counts:
-    """The quantizers that calls of one model have used, and their copies on the CPU.
+    """The scales and counts that calls of one model have used on the GPU, and their copies on the CPU.
 
     Attributes:
-        beyond: number of values beyond the range in the copies of ``copy_noted`` that have arrived.
+        beyond: number of values beyond the range so far in calls without a CUDA graph, as far as their
+            counts have arrived on the CPU.
     """
 
     def __init__(self) -> None:
         self.beyond = 0
-        # The product, quantizer and stream of each kernel that wrote E4M3 outside of a graph.
+        # The matrix product, quantizer and stream of each kernel that wrote E4M3 outside of a CUDA graph.
         self._written: list[tuple[Product, Tensor, torch.cuda.Stream | None]] = []
-        # The products, their quantizers on the CPU, the end of the copy, and True for ``copy_noted``. None if
-        # no copy is under way.
+        # The copy to the CPU that is under way, or None: the matrix products, their quantizers on the CPU, an
+        # event at the end of the copy, and True if the quantizers are from calls without a CUDA graph.
         self._copying: tuple[Sequence[Product], Tensor, torch.cuda.Event | None, bool] | None = None
 
     def note(self, product: Product, quantizer: Tensor) -> None:
-        """Call this after a kernel that wrote E4M3 with ``quantizer``, which no other call uses."""
+        """Record that a kernel has written E4M3 with ``quantizer``, which no other call uses."""
         self._written.append((product, quantizer, _stream_of(quantizer)))
 
     def copy_noted(self) -> None:
-        """Start a copy to the CPU of the quantizers that ``note`` got in the current stream."""
+        """Start a copy to the CPU of the quantizers that kernels have used in the current stream."""
         noted, self._written = self._written, []
-        # Work in another stream may not be done yet.
+        # Quantizers of other streams are left out, because their kernels may not have run yet.
         own = [(product, tensor) for product, tensor, stream in noted if stream == _stream_of(tensor)]
         if own:
             products, quantizers = zip(*own, strict=True)
             self.copy(products, torch.stack(quantizers), is_noted=True)
 
     def copy(self, products: Sequence[Product], quantizers: Tensor, *, is_noted: bool = False) -> None:
-        """Start a copy of ``quantizers``, a row for each product, to the CPU, unless one is under way."""
+        """Start a copy of ``quantizers`` to the CPU, unless another copy is under way.
+
+        ``quantizers``: a row for each of ``products``. ``is_noted``: True if they are from calls without a
+        CUDA graph.
+        """
         if self._copying is not None:
             return
         with torch.inference_mode(False), torch.no_grad():
-            # To memory from which the GPU can copy while the CPU works on.
+            # With ``non_blocking=True`` the copy goes to pinned memory, and the CPU does not wait for it.
             found = quantizers.to("cpu", non_blocking=True, copy=True)
         stream = _stream_of(quantizers)
         self._copying = products, found, None if stream is None else stream.record_event(), is_noted
 
     def arrived(self, *, waits: bool = False) -> list[tuple[Product, list[float]]]:
-        """Each product of the last copy that has counted, and its quantizer's numbers.
+        """Returns the matrix products that had values beyond the range, with the numbers of their quantizers.
 
-        Empty if the copy has not arrived. Each copy is returned once. ``waits``: True to wait for it.
+        The numbers are from the last copy to the CPU. The list is empty if this copy has not arrived, or was
+        returned before. ``waits``: True to wait until the copy has arrived.
         """
-        copying = self._copying  # another thread may read it too
+        copying = self._copying  # a local variable, because another thread may set the attribute to None
         if copying is None:
             return []
         products, found, end, is_noted = copying

@@ -1,17 +1,21 @@
-"""Which models have matrix products in E4M3 (``optimize(..., precision="fp8")``), and what changes them.
+"""Keeps the matrix products in E4M3 of all models (``optimize(..., precision="fp8")``).
 
-``product.py`` explains products. This file gives models their products and takes them away, finds the
-product of a module, and describes products for the report. It also reacts to changes of a model:
+A *product* is a matrix product that computes a linear layer, or several layers with the same input. It keeps
+a copy of its weights in E4M3 (fp8), and chooses the scale of its input in its first calls (``product.py``).
+The *owner* of a product is the linear layer, or the module that contains the layers.
+
+This file gives models their products and takes them away, finds the product of a module, and describes
+products for the report. It also reacts to changes of a model:
 
 - If ``.to()`` or a similar method moves a weight, the weight's copy in E4M3 is freed (``_Moves``). The copy
   is made again once the weight is on the GPU again.
-- ``fuse_lora`` writes through ``.data``. A later ``unload_lora_weights`` puts the layer back into the model.
-  This is noticed, and the weight is quantized again (``_put_into``). Other writes that PyTorch does not count
-  are noticed by the weights' contents (``lora/contents.py``).
-- A layer with LoRA adapters runs in E4M3 if the adapters are merged (``lora/merging.py``), with the merged
-  weights; else in the model's dtype.
-- If hooks move the weights in each call (``Products.offloading``), all copies of the model are freed, and its
-  products run in the model's dtype.
+- ``fuse_lora`` writes through ``.data``, which PyTorch does not count. A later ``unload_lora_weights`` puts
+  the layer back into the model. ``_put_into`` notices this, and the weight is quantized again. Other writes
+  that PyTorch does not count are found by comparing the weights' contents (``lora/contents.py``).
+- If a layer has LoRA adapters that are merged (``lora/merging.py``), it runs in E4M3 with the merged weights.
+  If they are not merged, the layer runs in the model's dtype.
+- If hooks move the weights in each call (``Products.offloading``), all copies of the model's weights are
+  freed, and its products run in the model's dtype.
 """
 
 from __future__ import annotations
@@ -37,45 +41,53 @@ from sdfastgn.patches.lora.wrappers import is_wrapper, wrapped_layer
 from sdfastgn.patches.offload.moves import follow, follow_moves, stop_following
 from sdfastgn.patches.swap.instance_entries import InstanceEntry
 
-# The sizes of weights must be multiples of this number.
+# Both sizes of a weight must be multiples of this number, because PyTorch's matrix product in fp8 needs it.
 _SIZES = 16
 _HALVES = (torch.float16, torch.bfloat16)
-# Model -> its products, or the weights that its plans read.
+# A dict from a model to its matrix products in fp8. A model that runs as plans, which are traced lists of
+# kernels, has ``RowWeights`` instead: the weights in fp8 that plans read.
 _models: weakref.WeakKeyDictionary[nn.Module, Products | RowWeights] = weakref.WeakKeyDictionary()
-# Module -> its product. The module is the linear layer, or the owner of the layers with the same input.
+# A dict from a module to its matrix product in fp8. The module is the linear layer that the product computes.
+# If one product computes several layers with the same input, it is the module that contains them.
 _products: weakref.WeakKeyDictionary[nn.Module, Product] = weakref.WeakKeyDictionary()
-# Module -> the products of the model that contains it.
+# A dict from a module to all matrix products in fp8 of the model that contains the module.
 _model_of: weakref.WeakKeyDictionary[nn.Module, Products] = weakref.WeakKeyDictionary()
-# The registration of ``_put_into``; None while no model has products.
+# The handle of the global hook ``_put_into``, by which it is removed; None while no model has products.
 _hook: RemovableHandle | None = None
 
 
 @dataclass(frozen=True)
 class Fp8:
-    """What the report says about the products of one model.
+    """What the report says about the matrix products of one model that may run in E4M3 (fp8).
+
+    In its first calls a product runs in the model's dtype, and records the magnitude of its inputs, to choose
+    a scale.
 
     Attributes:
-        path: the model's path in the pipeline; the name of its class if it is on its own.
+        path: the model's path in the pipeline; the name of the model's class if it is in no pipeline.
         products: number of products.
         in_e4m3: number of products that run in E4M3.
-        learning: number of products that still learn.
-        short: number of products that still learn because their last call ran out of memory.
-        unused: number of products that were not called while the others learned. They begin to learn in their
-            first call.
+        learning: number of products that still record their inputs.
+        short: number of products that still record their inputs because the last call ran out of memory.
+        unused: number of products that were not called while the others chose their scales. They begin to
+            record inputs when they are called.
         inexact: names of the products that stay in the model's dtype because of their error in E4M3, or
             because their inputs were all 0 or had an infinity or NaN.
-        growing: names of the products that stay in the model's dtype because they learned again too often.
-        again: number of products that learned again, because values were beyond the range.
+        growing: names of the products that run in the model's dtype because their inputs exceeded the range
+            too often.
+        again: number of products whose scale has grown, because inputs were beyond the range.
         adapted: number of products that run in the model's dtype because a layer has LoRA adapters that are
             not merged.
-        error: the largest error of the products that run in E4M3; NaN if there is none.
+        error: the largest relative error, against fp32, of the products that run in E4M3; NaN if there is
+            none.
         beyond: number of values so far that were beyond the range of their scales. They were written with
             larger scales.
-        bytes: size of the weights in E4M3.
-        offloading: what moves the weights in each call, so that no product runs in E4M3 or learns; empty if
-            nothing does.
-        has_row_scales: True if each row has a scale, as in plans. Then there are only ``path``, ``products``,
-            ``in_e4m3``, ``bytes`` and ``offloading``, and a product is a weight that was quantized so far.
+        bytes: size of the weights in E4M3, in bytes.
+        offloading: the name of what moves the weights in each call, such as group offloading. Then no product
+            runs in E4M3 or records inputs. Empty if nothing moves them.
+        has_row_scales: True if each row has a scale, as in plans (traced lists of kernels that replace a
+            model's Python). Then only ``path``, ``products``, ``in_e4m3``, ``bytes`` and ``offloading`` have
+            values, and ``products`` counts the weights that were quantized so far.
     """
 
     path: str
@@ -107,7 +119,10 @@ def device_reason(device: torch.device) -> str | None:
 
 
 def reason_to_refuse(found: Iterable[Sequence[Tensor]]) -> str | None:
-    """Why products of the weights ``found`` cannot run in E4M3; None if they can. One reason for all."""
+    """Why matrix products with the weights ``found`` cannot run in E4M3; None if they can.
+
+    ``found``: for each product a sequence of weights. The first reason found is returned.
+    """
     weights = [weight for group in found for weight in group]
     if not weights:
         return "it has no transformer blocks whose products can run in FP8"
@@ -117,7 +132,10 @@ def reason_to_refuse(found: Iterable[Sequence[Tensor]]) -> str | None:
 
 
 def reason_to_refuse_rows(weights: Iterable[Tensor]) -> str | None:
-    """Why plans cannot compute products of ``weights`` in E4M3, beside ``reason_to_refuse``."""
+    """Why plans cannot compute products of ``weights`` in E4M3; None if they can.
+
+    Plans are traced lists of kernels. What ``reason_to_refuse`` checks is not checked again.
+    """
     others = [str(weight.dtype) for weight in weights if weight.dtype is not torch.bfloat16]
     return f"its weights are {others[0]}, and FP8 in plans needs bf16" if others else None
 
@@ -133,32 +151,41 @@ def can_quantize(weights: Sequence[Tensor]) -> bool:
 
 
 def is_allowed(model: nn.Module) -> bool:
-    """True if ``allow`` has given ``model`` products."""
+    """True if matrix products of ``model`` may run in E4M3."""
     return model in _models
 
 
 def allow_rows(model: nn.Module) -> None:
-    """Let plans of ``model`` compute products in E4M3. Drop its graphs and plans first."""
+    """Let plans of ``model``, which are traced lists of kernels, compute matrix products in E4M3.
+
+    The caller must first remove the CUDA graphs and plans of ``model``.
+    """
     forget_all(model)
     _models[model] = RowWeights(model)
     follow(model)
 
 
 def row_weights(model: nn.Module) -> RowWeights | None:
-    """The weights in E4M3 of the plans of ``model``; None if its plans have none."""
+    """The weights in E4M3 that plans of ``model`` read; None if its plans may not use E4M3.
+
+    A plan is a traced list of kernels that replaces the Python of the model's forward.
+    """
     own = _models.get(model)
     return own if isinstance(own, RowWeights) else None
 
 
 def has_all(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]]) -> bool:
-    """True if ``allow(model, found)`` would change nothing."""
+    """True if ``model`` already has all products in E4M3 that ``allow(model, found)`` would give it."""
     return model in _models and all(_has(owner, weights) for owner, weights in found)
 
 
 def allow(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]]) -> None:
-    """Give ``model`` products in E4M3. A product that exists and that fits stays.
+    """Let matrix products of ``model`` run in E4M3. An existing product with such weights is kept.
 
-    ``found``: the owner of each product, and its weights. Drop the graphs of the model first.
+    The caller must first remove the CUDA graphs of ``model``.
+
+    ``found``: for each product its module, and its weights. The module is a linear layer, or contains the
+    layers with the same input that one product computes.
     """
     found = list(found)
     own = Products([model, *(_layer_of(owner, weights[0]) for owner, weights in found[:1])])
@@ -173,7 +200,10 @@ def allow(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]])
 
 
 def _set(model: nn.Module, own: Products, owners: Iterable[nn.Module]) -> None:
-    """Enter ``own`` as the products of ``model``, and begin to notice moves of ``owners``, their owners."""
+    """Register ``own`` as the products of ``model``, and begin to notice when parameters of ``owners`` move.
+
+    ``owners``: the modules to which the products belong.
+    """
     global _hook
     if _hook is None:
         _hook = register_module_module_registration_hook(_put_into)
@@ -185,14 +215,14 @@ def _set(model: nn.Module, own: Products, owners: Iterable[nn.Module]) -> None:
 
 
 class Kept(NamedTuple):
-    """The products of a model at one time, and the owner of each."""
+    """The matrix products in fp8 that a model had at one time, also by the modules to which they belong."""
 
     own: Products | RowWeights
     by_owner: dict[nn.Module, Product]
 
 
 def kept_in(modules: Iterable[nn.Module]) -> dict[nn.Module, Kept]:
-    """The products of each model among ``modules`` that has some, for ``give_back``."""
+    """Returns the matrix products in fp8 of each model among ``modules``, so that they can be restored."""
     return {
         model: Kept(_models[model], {m: _products[m] for m in model.modules() if m in _products})
         for model in modules
@@ -201,15 +231,15 @@ def kept_in(modules: Iterable[nn.Module]) -> dict[nn.Module, Kept]:
 
 
 def has_kept(model: nn.Module, kept: Kept | None) -> bool:
-    """True if ``model`` has the products in ``kept``. If ``kept`` is None: True if ``model`` has none."""
+    """True if ``model`` has the products in ``kept``, or none if ``kept`` is None."""
     return _models.get(model) is (None if kept is None else kept.own)
 
 
 def give_back(model: nn.Module, kept: Kept) -> None:
-    """Give ``model`` its former products, with the scales that they have learned. Drop its graphs first.
+    """Give ``model`` its former matrix products again, with the scales that they have chosen.
 
-    Their copies in E4M3 are freed, because nothing has noticed changes of the weights meanwhile. The next
-    call or graph makes them again.
+    The caller must first remove the CUDA graphs of ``model``. The copies of weights in E4M3 are freed,
+    because nothing has noticed changes of the weights meanwhile. The next call makes them again.
     """
     if isinstance(kept.own, RowWeights):
         _models[model] = kept.own
@@ -224,7 +254,7 @@ def give_back(model: nn.Module, kept: Kept) -> None:
 
 
 def _layer_of(owner: nn.Module, weight: Tensor) -> nn.Module:
-    """The module in ``owner`` whose parameter ``weight`` is."""
+    """Returns the module in ``owner`` that has ``weight`` as its own parameter."""
     return next(m for m in owner.modules() if any(p is weight for p in m.parameters(recurse=False)))
 
 
@@ -234,7 +264,7 @@ def _has(owner: nn.Module, weights: Sequence[Tensor]) -> bool:
 
 
 def forget(module: nn.Module) -> None:
-    """Drop all that this file keeps for ``module``."""
+    """Remove the product in fp8 of ``module``. From now on nothing is done when ``module`` moves."""
     global _hook
     _models.pop(module, None)
     _model_of.pop(module, None)
@@ -246,36 +276,39 @@ def forget(module: nn.Module) -> None:
 
 
 def forget_all(model: nn.Module) -> None:
-    """Drop all that this file keeps for the modules of ``model``."""
+    """Remove all products in fp8 of ``model`` and its modules."""
     for module in model.modules():
         forget(module)
 
 
 class _Moves(InstanceEntry):
-    """Replaces the method ``_apply`` of a product's owner, which ``.to()`` and similar methods call."""
+    """Replaces the method ``_apply`` of a module that has a product in E4M3.
+
+    ``.to()`` and similar methods call ``_apply``. If a parameter moves, the copy in E4M3 is freed.
+    """
 
     __slots__ = ()
 
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         module = self.module
-        product = _products.get(module)  # a deepcopy of the owner has none
+        product = _products.get(module)  # None for a deepcopy of the module, which has no product
         with contextlib.nullcontext() if product is None else product.moving(module):
             type(module)._apply(module, fn, recurse)
         return module
 
 
 def _put_into(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """PyTorch calls this when a module gets a child. Products of the child's weight are outdated from now on.
+    """PyTorch calls this when a module gets a child. Copies of the child's weight in E4M3 become outdated.
 
-    The child may be a layer from which an adapter was taken off. peft writes adapters into the layer's weight
-    through ``.data``, and PyTorch does not count such a write.
+    The child may be a layer that was inside an adapter's wrapper until now. peft may have written the adapter
+    into the layer's weight through ``.data``, and PyTorch does not count such a write.
     """
     parameters = getattr(child, "_parameters", None)
     # In modules of TorchScript ``_parameters`` is no dict. They have no products.
     weight = parameters.get("weight") if isinstance(parameters, dict) else None
     if weight is None:
         return
-    # Other threads may add keys meanwhile. ``keyrefs`` copies the keys in one step.
+    # Other threads may add entries to ``_products`` during the loop. ``keyrefs`` copies the keys at once.
     owners = [owner for ref in _products.keyrefs() if (owner := ref()) is not None]
     for product in filter(None, map(_products.get, owners)):
         if product.is_any_of({id(weight)}):
@@ -283,23 +316,24 @@ def _put_into(parent: nn.Module, name: str, child: nn.Module | None) -> None:
 
 
 def is_used() -> bool:
-    """True if any model has products in E4M3."""
+    """True if any model has matrix products in E4M3."""
     return len(_products) > 0
 
 
 def may_run_in(block: nn.Module) -> bool:
-    """True if the model that contains ``block`` has products, and no hooks move its weights in each call.
+    """True if the model that contains ``block`` has matrix products in E4M3 that may run now.
 
-    If hooks do, the copies in E4M3 are freed.
+    They may not run if hooks move the model's weights in each call. Then the copies in E4M3 are freed.
     """
     own = _model_of.get(block)
     return own is not None and not own.offloading()
 
 
 def product_of(owner: nn.Module, weights: Sequence[Tensor]) -> ProductCall | None:
-    """A call of the product of ``owner`` in E4M3, with ``weights``.
+    """Returns a call of the matrix product in E4M3 of the module ``owner``, with ``weights``.
 
-    None if there is none, if ``weights`` do not fit, or if hooks move them in each call.
+    Returns None if ``owner`` has no such product, if ``weights`` have other sizes, or if hooks move the
+    weights in each call.
     """
     product = _products.get(owner)
     if product is None or not may_run_in(owner):
@@ -308,7 +342,10 @@ def product_of(owner: nn.Module, weights: Sequence[Tensor]) -> ProductCall | Non
 
 
 def reason_now(model: nn.Module) -> str | None:
-    """Why ``model`` cannot run as a graph now; None if it can. Call it once before each call of ``model``."""
+    """Why ``model`` cannot run as a CUDA graph now, as far as fp8 is concerned; None if it can.
+
+    Call this exactly once before each call of ``model``, because calls are counted.
+    """
     own = _models.get(model)
     return None if own is None else own.reason_now()
 
@@ -316,53 +353,60 @@ def reason_now(model: nn.Module) -> str | None:
 def generation(model: nn.Module) -> int:
     """A number that changes whenever products of ``model`` get other weights or free their copies in E4M3.
 
-    Graphs from before the change are invalid.
+    CUDA graphs that were captured before the change must not run.
     """
     own = _models.get(model)
     return 0 if own is None else own.replaced
 
 
 def compare(model: nn.Module) -> None:
-    """Compare the contents of the weights of ``model``. After a change ``is_outdated`` is True."""
+    """Compare the contents of the weights of ``model`` with those from which copies in E4M3 were made.
+
+    If they differ, ``is_outdated`` returns True from now on.
+    """
     own = _models.get(model)
     if own is not None:
         own.compare()
 
 
 def note_replay(model: nn.Module) -> None:
-    """Call this before a graph of ``model`` starts, and ``has_same_contents`` after that."""
+    """Begin to compare the contents of the weights of ``model``, just before a CUDA graph starts.
+
+    After the start, ``has_same_contents`` returns the result.
+    """
     own = _models.get(model)
     if own is not None:
         own.note_replay()
 
 
 def has_same_contents(model: nn.Module) -> bool:
-    """True if the graph has read copies in E4M3 of the weights' present contents."""
+    """True if the CUDA graph that was started last reads copies in E4M3 of the weights' present contents."""
     own = _models.get(model)
     return own is None or own.has_same_contents()
 
 
 def is_outdated(model: nn.Module) -> bool:
-    """True if graphs of ``model`` would read old weights or scales, so that ``refresh`` must run.
+    """True if CUDA graphs of ``model`` would read old weights or scales, so that ``refresh`` must run.
 
-    Weights are old if they were written to, or quantized, since the last ``refresh``.
+    This is so if a weight was written to or quantized since the last ``refresh``, or if a scale has changed.
     """
     own = _models.get(model)
     return own is not None and own.is_outdated()
 
 
 def refresh(model: nn.Module) -> None:
-    """Update everything that graphs of ``model`` read, in the current stream (``Products.refresh``)."""
+    """Update the copies of weights and the scales that CUDA graphs of ``model`` read, in this stream."""
     _models[model].refresh()
 
 
 def copy_counts(model: nn.Module) -> None:
-    """Call this after a graph of ``model`` was started. Later calls learn from what the graph has counted.
+    """Start a copy to the CPU of the values beyond the range that a CUDA graph of ``model`` counts.
 
-    Nothing waits for the graph.
+    Call this after the graph was started. It does not wait for the graph. A later call reads the copy, and
+    lets scales grow.
     """
     own = _models.get(model)
-    # With gradients products run in the model's dtype.
+    # With gradients, matrix products run in the model's dtype, and count nothing.
     if own is not None and not torch.is_grad_enabled():
         own.copy_counts()
 
@@ -381,7 +425,7 @@ def state_of(root: nn.Module, path: str) -> Iterator[Fp8]:
             adapted = {id(wrapped_layer(module).weight) for module in wrappers}
             found = {n: _products[m] for n, m in model.named_modules() if m in _products}
             own: Any = _models[model]
-            beyond = own.beyond()  # first, because scales may grow
+            beyond = own.beyond()  # this comes first, because it lets scales grow
             described = _described(name or type(model).__name__, found, adapted, beyond)
             offloading = own.offloading()
             if offloading:
@@ -392,7 +436,11 @@ def state_of(root: nn.Module, path: str) -> Iterator[Fp8]:
 
 
 def _described(path: str, products: dict[str, Product], adapted: set[int], beyond: int) -> Fp8:
-    """``products``: by the names of their owners. ``adapted``: ids of weights with unmerged adapters."""
+    """Returns the report's entry for the model at ``path``.
+
+    ``products``: the model's products in E4M3, by the names of the modules to which they belong. ``adapted``:
+    the ids of weights whose LoRA adapters are not merged.
+    """
     plain = {name: product for name, product in products.items() if not product.is_any_of(adapted)}
     on = [product for product in plain.values() if product.is_on]
     unused = [product for product in plain.values() if product.calls == 0]
@@ -416,7 +464,7 @@ def _described(path: str, products: dict[str, Product], adapted: set[int], beyon
 
 
 def _described_rows(path: str, rows: RowWeights) -> Fp8:
-    offloading = rows.offloading()  # first, because copies may be freed
+    offloading = rows.offloading()  # this comes first, because it may free copies
     none: dict[str, Any] = dict.fromkeys(("learning", "short", "unused", "again", "adapted", "beyond"), 0)
     none |= {"inexact": (), "growing": (), "error": math.nan}
     count = rows.count

@@ -1,29 +1,31 @@
-"""One matrix product in E4M3: it learns, keeps a copy of its weights, and computes.
+"""One matrix product in E4M3 (fp8): chooses its scale, keeps a copy of its weights, and computes.
 
 A *product* is the matrix product of a linear layer, or of several layers with the same input. It has a
-quantizer (``kernels/common/e4m3.py``), with which the kernel before the product writes the product's input in
-E4M3.
+quantizer (``kernels/common/e4m3.py``): a tensor on the GPU with the scale of the product's input. The kernel
+before the product reads the quantizer, and writes the product's input in E4M3.
 
 A product begins by *learning*: in its first ``CALLS`` calls it runs in the model's dtype, and the largest
 magnitude of its inputs is recorded. The last of these calls sets the scale of the inputs, makes a copy of the
 weights in E4M3, and compares the product in E4M3 with the product in fp32. If the error is larger than
-``MOST_ERROR``, the product stays in the model's dtype for good. Otherwise it runs in E4M3 from the next call
-on. If memory runs out in the last call, the copy is freed, and the next call without a graph tries again.
+``MOST_ERROR``, the product stays in the model's dtype for good. Otherwise the product runs in E4M3 from the
+next call on. If memory runs out in the last call, the copy is freed, and the next call that runs without a
+CUDA graph tries again.
 
 Later inputs may have values beyond the range of E4M3. The kernel that writes them then uses a larger scale
-for this call, with a CUDA graph or without. So each result is right, and the CPU waits for nothing. One of
-the next calls finds this out (``counts.py``), and the product *learns again*: its scale grows to cover the
-old and the new values.
+for this call, with a CUDA graph or without. So each result is right, and the CPU waits for nothing. The
+kernel also counts such values. One of the next calls reads the count (``counts.py``), and the product *learns
+again*: its scale grows to cover the old and the new values.
 
-A scale grows by powers of two: then all values but the smallest are rounded as before. If it has grown much
-(``MOST_KEPT``), the next call runs without a graph, and compares the product with fp32 once more. A product
-that learns again too often, or whose error is too large then, is *suspended*: it runs in the model's dtype.
-When weights of the model change, for instance because of other adapters, inputs may be small again. Then
-suspended products run in E4M3 again, and a scale that has grown much becomes the first one.
+A scale grows by powers of two: then all values but the smallest are rounded as before. If the scale has grown
+by more than ``MOST_KEPT``, the next call runs without a CUDA graph, and compares the product with fp32 once
+more. A product that learns again too often, or whose error is too large in this comparison, is *suspended*:
+the product runs in the model's dtype. When weights of the model change, for instance because of other
+adapters, inputs may be small again. Then suspended products run in E4M3 again, and a scale that has grown by
+more than ``MOST_KEPT`` is set back to the first scale.
 
 The model's parameters are never changed. If a weight is written to or replaced, it is quantized again, into
-the same memory. ``products.py`` has what the products of a model share: it notices such changes of weights,
-and brings up to date what graphs read.
+the same memory. ``products.py`` is about all products of a model: it notices such changes of weights, and
+updates the scales and weights that CUDA graphs read.
 """
 
 from __future__ import annotations
@@ -58,48 +60,53 @@ if TYPE_CHECKING:
 
 _Written = TypeVar("_Written")
 
-# Number of calls in which a product learns. Most images take 20 to 50 steps of one call each, so these are
-# all or most steps of an image. From one step to the next, the magnitudes of the inputs change little.
+# Number of calls of a matrix product in the model's dtype, before its first call in E4M3 (fp8). These calls
+# record the largest input, from which the scale is computed. Most images take 20 to 50 steps of one call
+# each, so these are all or most steps of an image. From one step to the next, the inputs change little.
 CALLS = 30
-# The scale leaves room for values that are larger than the largest value so far by this factor. The room
+# The scale leaves room for inputs that are larger than the largest input so far by this factor. The room
 # costs little: E4M3 has the same relative error for all but its smallest values.
 HEADROOM = 2.0
 # Maximum relative error of a product in E4M3. For random numbers the error is 0.037.
 MOST_ERROR = 0.06
-# A product that learns again more often than this without a change of weights is suspended.
+# If inputs exceed the range, the scale of a matrix product grows. If this happens more often than this number
+# while the model's weights stay the same, the product is suspended: it runs in the model's dtype.
 MOST_AGAIN = 4
-# A product that was suspended this often stays in the model's dtype for good. Each suspension and each end of
-# one needs new captures.
+# A matrix product that was suspended this often stays in the model's dtype for good. The reason is that the
+# model's CUDA graphs must be captured again after each suspension and after each end of a suspension.
 MOST_SUSPENSIONS = 3
-# A scale that has grown by at most this factor stays when weights change, and the error is not measured
-# again. At a factor of 16 the relative error of random numbers with a wide distribution was 0.040 instead of
-# 0.037, at 64 it was 0.056.
+# If the scale of a product's inputs has grown by at most this factor since it was chosen, it stays when
+# weights change, and the error is not measured again. At a factor of 16 the relative error of random numbers
+# with a wide distribution was 0.040 instead of 0.037, at 64 it was 0.056.
 MOST_KEPT = 16
-# The error is measured with at most this many rows of the input, because large images have more.
+# The error of a product in E4M3 is measured with at most this many rows of its input, which save time and
+# memory: a large image has more rows.
 _ROWS = 4096
-# The smallest scale of a weight, for weights that are all 0.
+# The smallest scale of weights in E4M3. Without it the scale of weights that are all 0 would be 0.
 _LEAST = 1e-12
 
 
 class Product:
-    """The product of one or several layers with the same input. Call its methods only while autograd records
-    nothing.
+    """The matrix product of one linear layer, or of several with the same input, which may run in E4M3.
+
+    Call the methods only while autograd records nothing.
 
     Attributes:
-        quantizer: the quantizer for the input, (``NUMBERS``,) fp32. It is never changed once the product has
-            learned: calls have copies, and a product that learns again gets another one.
+        quantizer: a tensor (``NUMBERS``,) fp32 with the scale of the input. After the first calls, which
+            choose the scale, this tensor is never changed: each call has a copy, and a new scale has a new
+            tensor.
         is_on: True if the product runs in E4M3.
         is_due: True if the scale has grown much, so that the product must be compared with fp32.
-        is_growing: True if the product is suspended because it learned again too often.
-        growth: the scale is the first one times this.
-        again: how often the product learned again.
-        is_short: True if memory ran out in the call that ends learning. The next call tries again.
-        calls: number of calls in which the product learned.
+        is_growing: True if the product runs in the model's dtype because its scale had to grow too often.
+        growth: the present scale divided by the first scale.
+        again: how often the scale had to grow.
+        is_short: True if memory ran out in the call that chooses the scale. The next call tries again.
+        calls: number of calls so far in which inputs were recorded to choose the scale.
         error: the relative error in E4M3 against fp32; NaN before it is known.
         dtype: the dtype of the weights, and of results.
         weights: weak references to the weights. The product must not keep its layers alive.
-        device: the device of its copy in E4M3.
-        model: weak reference to the ``Products`` of the product.
+        device: the device of the weights' copy in E4M3.
+        model: weak reference to the ``Products`` object, which holds all products of the model.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
@@ -114,13 +121,14 @@ class Product:
         with torch.inference_mode(False):
             self.quantizer = torch.zeros(NUMBERS, dtype=torch.float32, device=first.device)
         self._of_graphs = self.quantizer
-        self._learned = 0.0  # the first scale
+        self._learned = 0.0  # the scale that was chosen first; 0 before
         self.growth = 1
-        # Growth of the scale -> quantizer. All are kept, because calls in other threads may read them.
+        # A dict from the growth of the scale to the quantizer with this scale. All quantizers are kept,
+        # because calls in other threads may still read an older one.
         self._quantizers = {1: self.quantizer}
         self._e4m3 = self._scale = self.quantizer[:0]
         self._state = _state(weights)
-        self._is_outdated = False  # True if the copy in E4M3 must be made again
+        self._is_outdated = False  # True if the copy of the weights in E4M3 must be made again
         self._written: tuple[int, torch.cuda.Event | None] = (0, None)
 
     @property
@@ -136,21 +144,24 @@ class Product:
         return self._e4m3.nbytes
 
     def begin(self, model: Products, quantizer: Tensor) -> None:
-        """Become a product of ``model``, whose graphs read ``quantizer``."""
+        """Make this product one of ``model``. CUDA graphs of the model read its scale from ``quantizer``."""
         self.model, self._of_graphs = weakref.ref(model), quantizer
         quantizer.copy_(self.quantizer)
 
     def fits(self, weights: Sequence[Tensor]) -> bool:
-        """True if this can be the product of ``weights``.
+        """True if this product can go on with ``weights`` in place of its former weights.
 
-        Their dtype, device and number of columns must be as before, and so must the sum of their rows.
+        The dtype, the device, the number of columns and the total number of rows must be as before.
         """
         return sum(map(len, weights)) == self._shape[0] and all(
             (w.dtype, w.device, w.shape[1]) == (self.dtype, self.device, self._shape[1]) for w in weights
         )
 
     def is_of(self, weights: Sequence[Tensor]) -> bool:
-        """True if this is the product of ``weights``. If its copy is outdated, it is written again first."""
+        """True if this product computes with the present values of ``weights``.
+
+        If the copy of the weights in E4M3 is outdated, this method first writes the copy again.
+        """
         known, model = self.weights, self.model()
         if model is not None:
             model.enter(self)
@@ -158,10 +169,11 @@ class Product:
         is_same = is_known and self._state == _state(weights)
         if is_same and not self._is_outdated:
             return True
-        # A capture would repeat the quantization at each replay.
+        # During the capture of a CUDA graph nothing is quantized, because each replay would do it again.
         if not self.fits(weights) or is_capturing():
             return False
-        self.touch()  # if an error stops the next line, the copy may be written in part
+        # If an error stops ``_quantize``, the copy may be written only in part. So it is marked as outdated.
+        self.touch()
         if model is not None and not is_same:
             model.writes += 1
         self._quantize(weights)
@@ -174,15 +186,15 @@ class Product:
         return any(id(ref()) in ids for ref in self.weights)
 
     def touch(self) -> None:
-        """Mark the weights in E4M3 as outdated: the next call or graph quantizes the weights again."""
+        """Mark the copy in E4M3 as outdated. The weights are quantized again before it is used."""
         self._is_outdated = True
         self._changed(is_replaced=False)
 
     def _changed(self, *, is_replaced: bool) -> None:
-        """Tell the model that the copy in E4M3 is new, outdated or freed.
+        """Tell the ``Products`` object of the model that the copy in E4M3 is new, outdated or freed.
 
-        ``is_replaced``: it was freed, or is of other weights. Graphs that read it must not run again. While
-        the product is off, no graph reads it.
+        ``is_replaced``: True if the copy was freed or is of other weights. CUDA graphs that read the copy
+        must not run again. While the product does not run in E4M3, no graph reads the copy.
         """
         model = self.model()
         if model is not None:
@@ -195,7 +207,7 @@ class Product:
             self.is_of(weights)
 
     def living(self) -> list[Tensor]:
-        """The weights that still exist."""
+        """Returns the weights that still exist."""
         return [weight for ref in self.weights if (weight := ref()) is not None]
 
     @contextlib.contextmanager
@@ -216,13 +228,13 @@ class Product:
                 self.free()
 
     def free(self) -> None:
-        """Free the copy in E4M3. If the product is on, the next call or graph makes it again."""
+        """Free the copy of the weights in E4M3. If the product runs in E4M3, the next call makes it again."""
         self._e4m3 = self._scale = self.quantizer[:0]
         self._is_outdated = True
         self._changed(is_replaced=True)
 
     def _quantize(self, weights: Sequence[Tensor]) -> None:
-        """Bring the copy of the weights in E4M3 up to date, if the product is on or suspended."""
+        """Update the copy of the weights in E4M3, unless the product runs in the model's dtype for good."""
         state = _state(weights)
         if self.is_on or self._is_suspended:
             self._write(weights)
@@ -247,7 +259,10 @@ class Product:
         self._written = written_now(self.device)
 
     def quantizer_now(self) -> Tensor | None:
-        """The quantizer for one call; None if the product needs the model's dtype."""
+        """Returns the quantizer for one call, or None if the call must run in the model's dtype.
+
+        A captured CUDA graph gets the tensor that ``Products`` updates. Any other call gets a copy.
+        """
         in_capture = is_capturing()
         if not in_capture:
             self.follow_weights()
@@ -259,8 +274,10 @@ class Product:
         return self.quantizer.clone()
 
     def operands(self) -> tuple[Tensor, Tensor]:
-        """The weights in E4M3 and their scale. The current stream waits until both are written."""
-        if not is_capturing():  # before a graph, ``refresh`` waits
+        """Returns the weights in E4M3 and their scale. The current stream waits until both are written."""
+        # During the capture of a CUDA graph nothing waits here: ``Products.refresh`` waits before a graph
+        # runs.
+        if not is_capturing():
             self.wait()
         return self._e4m3, self._scale
 
@@ -269,17 +286,18 @@ class Product:
         wait_for(self._written, self.device)
 
     def note(self, quantizer: Tensor) -> None:
-        """Record that a kernel outside of a graph has written the input with ``quantizer``."""
+        """Record that a kernel outside of a CUDA graph has written the product's input with ``quantizer``."""
         model = self.model()
         if model is not None:
             model.counts.note(self, quantizer)
 
     def follow_count(self, numbers: Sequence[float]) -> None:
-        """If values were beyond the range, learn again: let the scale grow, so that it covers them.
+        """If inputs of a call were beyond the range of E4M3, let the scale grow, so that it covers them.
 
-        ``numbers``: the numbers of a quantizer after a call.
+        ``numbers``: the quantizer after the call, in which the kernel has stored the largest input.
         """
-        is_present = numbers[LEARNED] == self._learned * self.growth  # else the quantizer was replaced
+        # False if the call had an older quantizer, because the scale has been changed since.
+        is_present = numbers[LEARNED] == self._learned * self.growth
         if not (self.is_on and is_present and numbers[MOST] > LARGEST):
             return
         self._grow(self.growth * 2 ** math.ceil(math.log2(HEADROOM * numbers[MOST] / LARGEST)))
@@ -295,9 +313,9 @@ class Product:
                 model.compare_scales()
 
     def follow_weights(self) -> None:
-        """If weights of the model have changed, end a suspension, and undo a very large growth of the scale.
+        """If weights of the model have changed, run in E4M3 again, with the first scale if it has grown much.
 
-        Inputs may be as small as at first now. For them a large scale would be inexact.
+        With other weights, inputs may be as small as at first. A large scale would be inexact for them.
         """
         model = self.model()
         if model is None or model.writes == self._writes:
@@ -311,16 +329,17 @@ class Product:
             self._changed(is_replaced=True)
 
     def _suspend(self) -> None:
-        # The copy in E4M3 is not freed: a graph in another thread may be reading it.
+        # From now on the product runs in the model's dtype. The copy of the weights in E4M3 is not freed,
+        # because a CUDA graph in another thread may be reading it.
         self.is_on = False
         self._suspensions += 1
         self._is_suspended = self._suspensions < MOST_SUSPENSIONS
         model = self.model()
-        if model is not None:  # graphs in which the product is on must not run again
+        if model is not None:  # CUDA graphs that compute the product in E4M3 must not run again
             model.changed(is_replaced=True)
 
     def _grow(self, growth: int) -> None:
-        """Use the first scale times ``growth``, a power of two."""
+        """Set the scale of the inputs to the first scale times ``growth``, a power of two."""
         self.wait()
         if growth not in self._quantizers:
             with torch.inference_mode(False):
@@ -335,9 +354,14 @@ class Product:
             model.scales_changed()
 
     def learn(self, x: Tensor, weights: Sequence[Tensor]) -> None:
-        """Learn from an input x (..., depth) in the model's dtype. If learning is over, compare if due."""
-        # In a rehearsal some kernels do not run, so x may be uninitialized. A capture would learn at each
-        # replay.
+        """Record the largest magnitude in x (..., depth), an input in the model's dtype.
+
+        The last of the first ``CALLS`` calls also chooses the scale. If the scale has grown much later, the
+        product of x in E4M3 is compared with fp32.
+        """
+        # During a rehearsal, which runs a model only to compile its kernels, some kernels do not run. So x
+        # may be uninitialized. During the capture of a CUDA graph nothing is recorded, because each replay
+        # would record again.
         if rehearsal.get() is not None or is_capturing():
             return
         if self.has_learned:
@@ -346,8 +370,8 @@ class Product:
             return
         model = self.model()
         if self.calls == 0 and model is not None and model.calls >= CALLS:
-            # This layer was not called until now, for instance because of an adapter that is not merged.
-            # The model runs without graphs once more.
+            # This layer was not called until now, for instance because of an adapter that is not merged. So
+            # the model runs without CUDA graphs again, until the scale of this layer's inputs is chosen.
             model.calls = 0
         most = self.quantizer[MOST]
         torch.maximum(most, _largest(x), out=most)
@@ -355,7 +379,7 @@ class Product:
             try:
                 self._finish(x, weights)
             except torch.OutOfMemoryError:
-                # The stock model would not fail here. So this call goes on in the model's dtype.
+                # Without sdfastgn this call would not run out of memory. So it goes on in the model's dtype.
                 self.is_short = True
                 return
             finally:
@@ -380,17 +404,19 @@ class Product:
         self.is_on = self.error <= MOST_ERROR
 
     def _compare(self, x: Tensor, weights: Sequence[Tensor]) -> None:
-        """Compare the product with fp32 after its scale has grown much. Suspend it if its error is large."""
+        """Compare the product in E4M3 with fp32. If the error is large, return to the model's dtype."""
         self.is_due = False
-        if not 0 < _largest(x).item() < math.inf:  # there is nothing to compare
+        # If x is all 0, or has an infinity or NaN, the relative error would be NaN.
+        if not 0 < _largest(x).item() < math.inf:
             return
-        with contextlib.suppress(torch.OutOfMemoryError):  # the stock model would not fail here
+        # Without sdfastgn this call would not run out of memory, so it must not fail.
+        with contextlib.suppress(torch.OutOfMemoryError):
             self.error = self._error(x, weights)
         if self.error > MOST_ERROR:
             self._suspend()
 
     def _error(self, x: Tensor, weights: Sequence[Tensor]) -> float:
-        """The relative error of the product of x in E4M3, against fp32."""
+        """Computes the relative error of the product of x in E4M3, against fp32."""
         x = x.reshape(-1, x.shape[-1])
         x = x[:: -(-len(x) // _ROWS)]
         expected = torch.cat([F.linear(x.float(), weight.float()) for weight in weights], -1)
@@ -400,13 +426,13 @@ class Product:
 
 
 class ProductCall:
-    """One call of a product.
+    """One call of a matrix product that may run in E4M3.
 
     Attributes:
-        product: the product.
-        quantizer: the quantizer to write the input with; None if the product needs the model's dtype. It is
-            this call's own: another thread may give the product another scale meanwhile, or have values
-            beyond the range. In a capture it is the one that graphs read.
+        product: the matrix product.
+        quantizer: a tensor with the scale of the input; None if this call runs in the model's dtype. Each
+            call has a copy, because another thread may change the product's scale meanwhile. Only the
+            capture of a CUDA graph uses the tensor that graphs share.
     """
 
     __slots__ = ("product", "quantizer")
@@ -415,9 +441,14 @@ class ProductCall:
         self.product, self.quantizer = product, quantizer
 
     def written(self, kernel: Callable[..., _Written]) -> _Written:
-        """Returns ``kernel(quantizer=...)``, which writes the input, in the model's dtype with None."""
+        """Returns ``kernel(quantizer=...)``: the kernel writes the input of the product.
+
+        With a quantizer the kernel writes E4M3, with None the model's dtype.
+        """
         found = kernel(quantizer=self.quantizer)
-        # In rehearsals kernels may run on uninitialized memory. Graphs have counts of their own.
+        # The values beyond the range that the kernel has counted are read later. This is not so in a
+        # rehearsal, which runs a model only to compile its kernels: kernels may read uninitialized memory. A
+        # CUDA graph counts in a tensor of its own.
         if not (self.quantizer is None or rehearsal.get() is not None or is_capturing()):
             self.product.note(self.quantizer)
         return found
@@ -426,12 +457,12 @@ class ProductCall:
         self.product.learn(x, weights)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Computes the product of x (..., depth), which was written with ``quantizer``. There is no bias."""
+        """Computes the product of x (..., depth), which is in E4M3 with this call's scale. Adds no bias."""
         e4m3, scale = self.product.operands()
         return linear_e4m3(x, e4m3, (self._scale(), scale), self.product.dtype)
 
     def add_(self, total: Tensor, x: Tensor) -> None:
-        """Adds the product of x to ``total`` (..., columns), which is contiguous, in place."""
+        """Adds the product of x, which is in E4M3, to the contiguous ``total`` (..., columns) in place."""
         e4m3, scale = self.product.operands()
         flat = total.view(-1, total.shape[-1]), x.view(-1, x.shape[-1])
         add_linear_e4m3_(*flat, e4m3, (self._scale(), scale))
@@ -441,17 +472,19 @@ class ProductCall:
 
 
 def written(call: ProductCall | None, kernel: Callable[..., _Written]) -> _Written:
-    """Runs ``kernel``, which writes in E4M3 what the product of ``call`` reads.
+    """Runs ``kernel``, which writes the input of a matrix product. ``call`` is a call of the product.
 
-    If ``call`` is None there is no such product, and the result has the model's dtype.
+    The result is in E4M3 if this call runs in E4M3. Otherwise, and if ``call`` is None, the result has the
+    model's dtype.
     """
     return kernel(quantizer=None) if call is None else call.written(kernel)
 
 
 def linear(call: ProductCall | None, x: Tensor, weight: Tensor) -> Tensor:
-    """Computes ``x @ weight.T``, in E4M3 if x is in E4M3. Otherwise the product learns from x.
+    """Computes ``x @ weight.T``, in E4M3 if x is in E4M3. Otherwise the largest value in x is recorded.
 
-    ``call``: a call of the product of ``weight``; None if it has none. Then x is in the dtype of ``weight``.
+    ``call``: a call of the matrix product with ``weight``. It is None if this product cannot run in E4M3.
+    Then x is in the dtype of ``weight``.
     """
     if call is not None:
         if x.dtype is E4M3:

@@ -1,12 +1,13 @@
-"""The products of one model in E4M3: what its calls and CUDA graphs ask of all of them.
+"""All matrix products of one model that may run in E4M3 (fp8), for the model's calls and CUDA graphs.
 
-While products learn (``product.py``), the model runs without CUDA graphs. So does the next call after a scale
-has grown much, which compares the product with fp32. Graphs read the scales of inputs from memory, so they
-get a scale that has grown without a new capture.
+In its first calls a product records the magnitude of its inputs, to choose a scale (``product.py``).
+Meanwhile the model runs without CUDA graphs. When a scale has grown much later, the next call also runs
+without a CUDA graph, and compares the product with fp32. Graphs read the scales of inputs from memory, so
+they use a scale that has grown without a new capture.
 
-A weight that was written to or replaced is quantized again by the next call without a graph, or before the
-next graph. PyTorch does not count all writes. So the contents of all weights are compared too, when a call
-without a graph begins, and while a graph runs (``lora/contents.py``).
+A weight that was written to or replaced is quantized again by the next call without a CUDA graph, or before
+the next replay. PyTorch does not count all writes into tensors. So the contents of all weights are compared
+too, when a call without a CUDA graph begins, and while a CUDA graph runs (``lora/contents.py``).
 
 If hooks move the weights in each call, all copies of the weights in E4M3 are freed, and the products run in
 the model's dtype.
@@ -29,27 +30,29 @@ from sdfastgn.patches.lora.contents import Calls, Contents
 from sdfastgn.patches.lora.merged_weights import is_merged_weight
 from sdfastgn.patches.swap.class_forward import accelerate_hooks
 
-# Why a model runs without CUDA graphs while its products learn.
+# The reason that the report gives while the scales of inputs are not chosen yet, and the model therefore runs
+# without CUDA graphs.
 REASON = "the scales of its FP8 products are not known yet"
-# Why a call runs without a graph after a scale has grown much.
+# The reason that the report gives for one call without a CUDA graph, after the scale of an input has grown.
 COMPARE_REASON = "scales of its FP8 products have grown, and are compared with fp32"
 
 
 class Products:
-    """The products of one model.
+    """The matrix products of one model that may run in E4M3.
 
     Attributes:
-        calls: number of calls of the model so far in which products learned.
-        products: the products.
-        quantizers: the quantizers that graphs use, (products, ``NUMBERS``). ``refresh`` writes the scales.
+        calls: number of calls of the model so far that recorded inputs to choose scales.
+        products: the matrix products.
+        quantizers: the scales and counters that CUDA graphs use, (products, ``NUMBERS``). ``refresh`` writes
+            the scales.
         writes: counts how often weights were found to have changed.
-        replaced: counts how often a product that is on got other weights, such as merged ones, or freed its
-            copy.
-        counts: what calls have counted beyond the range.
+        replaced: counts how often a product that runs in E4M3 got other weights, such as merged ones, or
+            freed the copy of its weights in E4M3.
+        counts: the values beyond the range of E4M3 that calls have counted.
 
     Args:
-        hooked: the modules to search for hooks that move weights in each call. They include at least one
-            such module if the model has any.
+        hooked: the modules to search for hooks that move weights in each call. If the model has such hooks,
+            at least one of these modules has one.
     """
 
     def __init__(self, hooked: Sequence[nn.Module]) -> None:
@@ -59,16 +62,16 @@ class Products:
         self._was_offloaded = False
         self.products: list[Product] = []
         self.quantizers = torch.empty(0, NUMBERS)
-        self._is_stale = False  # True if ``quantizers`` must be written
-        self._compares = False  # True if the next call must run without a graph
+        self._is_stale = False  # True if a scale has changed, so that ``quantizers`` must be written
+        self._compares = False  # True if the next call must compare with fp32, without a CUDA graph
         self._began = Calls()
         self._contents: Contents | None = None
         self._weights: list[Tensor] | None = None
-        self._compared: list[Tensor] | None = None  # ``_sources``, once they are known
+        self._compared: list[Tensor] | None = None  # the cached result of ``_sources``; None if unknown
         self._versions: list[int] = []
 
     def begin(self, products: list[Product]) -> None:
-        """Set the products. No graph reads their quantizers yet."""
+        """Set the matrix products. Call this only while the model has no CUDA graphs."""
         self.counts.beyond = self.beyond()
         self.products = products
         with torch.inference_mode(False), torch.no_grad():
@@ -76,10 +79,13 @@ class Products:
             self.quantizers = torch.zeros(len(products), NUMBERS, dtype=torch.float32, device=device)
             for i, product in enumerate(products):
                 product.begin(self, self.quantizers[i])
-                product.touch()  # a former copy may have been made of other contents
+                product.touch()  # an existing copy may have been made of older contents of the weights
 
     def offloading(self) -> str:
-        """What moves the weights in each call. Empty if nothing does. Otherwise the copies are freed now."""
+        """The name of what moves the weights in each call, such as group offloading; empty if nothing does.
+
+        If something does, the copies of the weights in E4M3 are freed.
+        """
         found = offloading_of(self._hooked)
         if found and not self._was_offloaded:
             for product in self.products:
@@ -89,10 +95,16 @@ class Products:
         return found
 
     def reason_now(self) -> str | None:
-        """Why the model cannot run as a graph now; None if it can. Counts the call: call it once for each."""
+        """Why the model cannot run as a CUDA graph now; None if it can.
+
+        This method counts calls of the model, so it must run exactly once for each of them.
+        """
+        # With offloading, no product records inputs. CUDA graphs are then ruled out elsewhere, because of the
+        # hooks.
         if self.offloading():
-            return None  # products do not learn; the hooks are a separate reason
-        # A product that was left out of some calls learns in further calls, but at most in as many again.
+            return None
+        # A product that did not run in some of the model's first calls has not recorded enough inputs yet. So
+        # the model runs without CUDA graphs for more calls, but for at most as many again.
         calls = fp8_product.CALLS
         if calls <= self.calls < 2 * calls and not any(p.is_learning for p in self.products):
             self.calls = 2 * calls
@@ -106,28 +118,31 @@ class Products:
         return None
 
     def changed(self, *, is_replaced: bool) -> None:
-        """Products call this when a copy in E4M3 is new, outdated or freed.
+        """A product calls this when the copy of its weights in E4M3 is new, outdated or freed.
 
-        ``is_replaced``: True if older graphs must not run again.
+        ``is_replaced``: True if CUDA graphs captured before this must not run again.
         """
         self._versions = []
-        self._weights = self._compared = None  # a product may have other weights now
+        self._weights = self._compared = None  # the product may have other weights now
         if is_replaced:
             self.replaced += 1
 
     def scales_changed(self) -> None:
-        """Products call this when their scale has changed. The next graph must read it."""
+        """A product calls this when its scale has changed. CUDA graphs must read the new scale."""
         self._is_stale = True
 
     def enter(self, product: Product) -> None:
-        """Call this before ``product`` runs. Compares contents if a call of the model begins with it."""
+        """Call this before ``product`` runs. If a call of the model begins, look for changes.
+
+        That is, compare the weights' contents, let scales grow, and start a copy of counts to the CPU.
+        """
         if self._began.begins(product) and not fp8_product.is_capturing():
             self.compare()
             self.follow_counts()
             self.counts.copy_noted()
 
     def compare(self) -> None:
-        """Mark the copies of all weights as outdated if other code has written into a weight."""
+        """If other code has written into a weight, mark the copies of all weights in E4M3 as outdated."""
         if self._contents is not None and not self._contents.are_same(self._compared_now()):
             self._touch()
 
@@ -145,15 +160,18 @@ class Products:
             self._contents = Contents(sources, [False] * len(sources))
 
     def note_replay(self) -> None:
-        """Begin to compare the contents of weights. Call it before a CUDA graph starts in the current stream.
+        """Begin to compare the contents of weights, just before a CUDA graph starts in the current stream.
 
-        ``has_same_contents`` has the result, after the start.
+        After the start, ``has_same_contents`` returns the result.
         """
         if self._contents is not None:
             self._contents.begin()
 
     def has_same_contents(self) -> bool:
-        """True if the graph has read copies of the weights' present contents. Does not wait for its end."""
+        """True if the CUDA graph that was started last reads copies in E4M3 of the weights' present contents.
+
+        This method does not wait for the end of the graph.
+        """
         if self._contents is None:
             return True
         sources = self._compared_now()
@@ -189,13 +207,15 @@ class Products:
         ]
 
     def is_outdated(self) -> bool:
-        # This runs before each replay. Graphs notice by themselves when weights move.
+        # This runs before each replay of a CUDA graph. The addresses of weights need not be compared here,
+        # because the code that replays graphs notices when weights move.
         return self._is_stale or self._versions_now() != self._versions
 
     def refresh(self) -> None:
-        """Update everything that graphs read: weights that were written to, scales and counters.
+        """Update everything that CUDA graphs read: copies of weights that were written to, scales, counters.
 
-        The current stream waits for copies that others write. No graph of the model may run meanwhile.
+        The current stream waits for copies that other streams write. No CUDA graph of the model may run
+        meanwhile.
         """
         for product in () if self.offloading() else self.products:
             product.refresh()
@@ -203,31 +223,36 @@ class Products:
         for product in self.products:
             product.follow_weights()
         if self._is_stale:
-            self._is_stale = False  # first, because another thread may change a scale now
+            # This is set before the scales are read. Another thread may change a scale at any time, and then
+            # sets it to True again.
+            self._is_stale = False
             found = torch.stack([product.quantizer.to(self.quantizers.device) for product in self.products])
             self.quantizers[:, : INVERSE + 1].copy_(found[:, : INVERSE + 1])
             self.quantizers[:, MOST].zero_()
         self._versions = self._versions_now()
 
     def compare_scales(self) -> None:
-        """Products call this when their scale has grown much. The next call runs without a graph."""
+        """A product calls this when its scale has grown much. The next call runs without a CUDA graph."""
         self._compares = True
 
     def copy_counts(self) -> None:
-        """Call this after a graph was started. It starts a copy of the graph's counts to the CPU."""
+        """Start a copy of the counts of a CUDA graph to the CPU. Call this after the graph was started."""
         self.counts.copy(self.products, self.quantizers)
 
     def follow_counts(self, *, waits: bool = False) -> None:
-        """Let scales grow that did not cover the values of former calls, as far as the CPU knows them.
+        """Let a scale grow if former calls had values beyond its range, as far as their counts have arrived.
 
-        ``waits``: True to wait for what is being copied.
+        ``waits``: True to wait until the counts that are being copied to the CPU have arrived.
         """
         if not fp8_product.is_capturing():
             for product, numbers in self.counts.arrived(waits=waits):
                 product.follow_count(numbers)
 
     def beyond(self) -> int:
-        """Number of values beyond the range in all calls. Waits for the GPU. Scales may grow."""
+        """Returns the number of values beyond the range in all calls so far.
+
+        This method waits for the GPU, and lets scales grow that did not cover these values.
+        """
         self.follow_counts(waits=True)
         for copy in (self.counts.copy_noted, self.copy_counts):
             copy()
@@ -241,14 +266,14 @@ class Products:
 
 
 def offloading_of(modules: Iterable[weakref.ref[nn.Module]]) -> str:
-    """What moves the weights of one of ``modules`` in each call, by a hook on it. Empty if no hook does."""
+    """The name of what moves weights in each call by a hook on one of ``modules``; empty if no hook does."""
     return next(filter(None, (_offloading_of(m) for ref in modules if (m := ref()))), "")
 
 
 def _offloading_of(module: nn.Module) -> str:
-    """What moves the weights of ``module`` in each call, by a hook on it. Empty if no hook does.
+    """The name of what moves weights in each call by a hook on ``module``; empty if no hook does.
 
-    The hook of ``enable_model_cpu_offload`` moves weights too, but not in each call.
+    The hook of ``enable_model_cpu_offload`` does not count: it moves a model's weights, but not in each call.
     """
     if any(getattr(hook, "offload", None) is True for hook in accelerate_hooks(module)):
         return "accelerate's offloading"

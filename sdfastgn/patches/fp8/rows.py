@@ -1,12 +1,13 @@
-"""The weights of one model in E4M3, with a scale for each row, which its plans read.
+"""The weights of one model in E4M3 (fp8), with a scale for each row, for the model's plans.
 
-Plans compute large linear layers in E4M3 (``plans/rewrite/e4m3.py``). The scales of an input come from this
-input, so nothing is learned. Only weights are quantized in advance: ``RowWeights`` has a ``Copy`` of each
-weight that a plan reads. All plans of the model share it, and it is freed with the last of them.
+A *plan* is a traced list of kernels that replaces the Python of a model's forward. Plans compute large linear
+layers in E4M3 (``plans/rewrite/e4m3.py``). The scales of an input are computed from this input, in each call.
+Only weights are quantized in advance: ``RowWeights`` has a ``Copy`` of each weight that a plan reads. All
+plans of the model share this copy, and it is freed with the last plan that reads it.
 
 The model's parameters are never changed. A weight that was written to, moved or replaced is quantized again
-before the next call or graph. It stays in the same memory if its sizes are the same. Contents are compared
-too, as for other products in FP8 (``products.py``).
+before the next call or replay. Its copy stays in the same memory if the sizes are the same. PyTorch does not
+count all writes into tensors, so the contents of the weights are compared too.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from sdfastgn.patches.lora.merged_weights import is_merged_weight, wait_for, wri
 
 
 def in_blocks(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """All modules in the blocks of a model with ``modules``: elements of its lists that have a norm inside.
+    """Returns all modules that are inside the blocks of a model. ``modules``: all modules of the model.
 
-    Layers outside of blocks compute embeddings, the modulations of all blocks, and the model's result.
+    A block is an element of a list of modules that has a norm inside. Layers outside of blocks compute
+    embeddings, the modulations of all blocks, and the model's result.
     """
     lists = [m for m in modules if isinstance(m, nn.ModuleList | nn.Sequential)]
     blocks = [each for m in lists for each in m if any("eps" in vars(part) for part in each.modules())]
@@ -40,8 +42,8 @@ class Copy(list[Tensor]):
     """A weight (columns, depth) in E4M3, and the scales of its rows, (columns,) fp32. Empty if it was freed.
 
     Attributes:
-        holder, name: the dict of a module's parameters, and the name of the weight there.
-        state: which weight was copied (``_state_of``); None if it must be copied again.
+        holder, name: the dict of a module's parameters, and the key of the weight in this dict.
+        state: the address and version of the weight when it was copied; None if it must be copied again.
     """
 
     __slots__ = ("__weakref__", "holder", "name", "state")
@@ -57,7 +59,7 @@ class Copy(list[Tensor]):
         self.state = None
 
     def write(self, weight: Tensor) -> bool:
-        """Copy ``weight``. True if the copy had other memory before."""
+        """Quantize ``weight`` into this copy. Returns True if the copy had other memory before."""
         state = _state_of(weight)
         y, scales = (t.squeeze(0) for t in quantize_rows(weight.detach().unsqueeze(0)))
         is_replaced = bool(self) and (self[0].shape, self[0].device) != (y.shape, y.device)
@@ -71,16 +73,18 @@ class Copy(list[Tensor]):
 
 
 class RowWeights:
-    """The copies of weights in the blocks of ``model``. Several threads may use it at once.
+    """The copies in E4M3 of weights in the blocks of ``model``. Several threads may use this object at once.
 
     Attributes:
-        replaced: counts how often a copy was freed or got other memory. CUDA graphs from before are invalid.
+        replaced: counts how often a copy was freed or got other memory. CUDA graphs that were captured before
+            are then invalid.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.replaced = 0
         self._model = weakref.ref(model)
-        # If hooks move the weights of any layer in each call, one of these modules has such a hook.
+        # If hooks move the weights of any layer in each call, the model or its first linear layer has such a
+        # hook too. So it is enough to look for such hooks on these two.
         layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
         self._hooked = tuple(map(weakref.ref, (model, *layers[:1])))
         self._copies: weakref.WeakValueDictionary[tuple[int, str], Copy] = weakref.WeakValueDictionary()
@@ -89,12 +93,15 @@ class RowWeights:
         self._written: dict[torch.device, Any] = {}
 
     def layers(self) -> set[nn.Module]:
-        """The modules whose weights may be copied. A model's other layers are more sensitive."""
+        """The modules whose weights may be quantized. The model's other layers are more sensitive to this."""
         model = self._model()
         return set() if model is None else in_blocks(model.modules())
 
     def copy_of(self, holder: dict[str, Any], name: str) -> Copy:
-        """The copy of the weight ``holder[name]``, which ``refresh`` makes. The caller must keep it."""
+        """Returns the copy of the weight ``holder[name]``. ``refresh`` fills the copy.
+
+        The caller must keep a reference to the copy, because this object has only a weak one.
+        """
         with self._lock:
             copy = self._copies.get((id(holder), name))
             if copy is None:
@@ -103,32 +110,35 @@ class RowWeights:
 
     @property
     def count(self) -> int:
-        """Number of weights that exist in E4M3."""
+        """Number of weights of which a copy in E4M3 exists."""
         return sum(map(bool, self._living()))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all copies."""
+        """Number of bytes of all copies."""
         return sum(t.nbytes for copy in self._living() for t in copy)
 
     def _living(self) -> list[Copy]:
         return [copy for ref in self._copies.valuerefs() if (copy := ref()) is not None]
 
     def _found(self) -> list[tuple[Copy, Tensor]]:
-        """The copies and their present weights."""
+        """Returns each copy with the weight that its module has now."""
         found = [(copy, copy.holder.get(copy.name)) for copy in self._living()]
         return [(copy, weight) for copy, weight in found if isinstance(weight, Tensor)]
 
-    # ---- what calls and graphs ask: as ``Products``
+    # ---- methods that calls and CUDA graphs use. ``Products`` has methods of the same names.
 
     def reason_now(self) -> None:
-        """Why the model cannot run as a CUDA graph now: it always can."""
+        """Returns None, because these copies never prevent that the model runs as a CUDA graph."""
 
     def copy_counts(self) -> None:
-        """Nothing is counted, because no value is beyond the range of its scale."""
+        """Does nothing. Each scale is computed from its own row, so no value is beyond the range."""
 
     def offloading(self) -> str:
-        """What moves the weights in each call. Empty if nothing does. Otherwise the copies are freed now."""
+        """The name of what moves the weights in each call, such as group offloading; empty if nothing does.
+
+        If something does, all copies are freed.
+        """
         found = offloading_of(self._hooked)
         if found:
             self.free()
@@ -139,11 +149,12 @@ class RowWeights:
         return any(copy.state != _state_of(weight) for copy, weight in self._found())
 
     def refresh(self) -> None:
-        """Make all copies again if one is outdated. The current stream waits for them."""
+        """Make all copies again if one is outdated. The current stream waits until they are written."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if self.is_outdated():
                 found = self._found()
-                # First, so that no copy is older than the contents with which later ones are compared.
+                # The contents are recorded before the copies are made. If other code writes into a weight in
+                # between, the next comparison finds a difference, and the copies are made again.
                 sources = _compared(found)
                 self._contents = Contents(sources, [False] * len(sources)) if sources else None
                 for copy, weight in found:
@@ -160,12 +171,18 @@ class RowWeights:
                 self._touch()
 
     def note_replay(self) -> None:
-        """Call this before a call or graph starts in this stream, and ``has_same_contents`` after that."""
+        """Begin to compare the contents of weights, just before a call or replay starts in this stream.
+
+        After the start, ``has_same_contents`` returns the result.
+        """
         if self._contents is not None:
             self._contents.begin()
 
     def has_same_contents(self) -> bool:
-        """True if the call has read copies of the present contents. Does not wait for its end."""
+        """True if the call that was started last reads copies of the weights' present contents.
+
+        This method does not wait for the end of the call.
+        """
         contents = self._contents
         if contents is None:
             return True
@@ -178,7 +195,7 @@ class RowWeights:
             self._touch()
         return False
 
-    # ---- changes
+    # ---- events after which copies must be made again
 
     def _touch(self) -> None:
         self._contents = None
@@ -205,5 +222,5 @@ def _state_of(weight: Tensor) -> tuple[int, int]:
 
 
 def _compared(found: list[tuple[Copy, Tensor]]) -> list[Tensor]:
-    """The weights whose contents other code may have changed."""
+    """The weights of ``found`` whose contents other code may have changed: all but merged weights."""
     return [weight for _, weight in found if not is_merged_weight(weight)]

@@ -28,7 +28,7 @@ def is_plain_blender(mixer: Any) -> bool:
 def factors_of(mixer: Any, image_only_indicator: Tensor | None, x: Tensor) -> Tensor:
     """Computes the factors of each frame's spatial and temporal result in the mix: (2, N) fp32, contiguous.
 
-    The factors are rounded as in stock.
+    The factors are rounded to the dtype of x, as in diffusers.
 
     Args:
         mixer: an ``AlphaBlender``.

@@ -5,9 +5,10 @@ The fused forward computes what ``AttnProcessor2_0`` does, with four differences
 - Self-attention computes q, k and v in one matrix product; cross-attention computes k and v in one. The
   parameters stay the same objects (``layers/packed_weights.py``).
 - Attention to the few keys of a prompt, and attention with the wide heads of a VAE, run in special kernels.
-- There is no division by ``rescale_output_factor`` if this factor is 1. Stock divides by 1 in a pass over the
-  whole tensor.
-- The processor's signature is not inspected at each call. In stock this takes longer than a kernel launch.
+- There is no division by ``rescale_output_factor`` if this factor is 1. diffusers divides by 1 in a pass over
+  the whole tensor.
+- The processor's signature is not inspected at each call. In diffusers this takes longer than a kernel
+  launch.
 
 One product is faster than three if each of the three leaves a part of the GPU idle. For 2048 tokens of 1280
 channels each product has 80 tiles of 128 x 256, and an H200 computes 132 tiles at a time. Three products take
@@ -15,10 +16,11 @@ three rounds, and one product of 240 tiles takes two rounds.
 
 diffusers' own forward runs for other processors (IP-Adapter, xformers, sliced attention,
 ``fuse_qkv_projections``), with masks, with arguments that the processor warns about, under a compiler, and
-where no kernels run.
+where sdfastgn's kernels do not run.
 The three layers are called one by one with gradients, under autocast, in traces, and if one of them has
-hooks, quantized weights or an adapter that is not merged. But frozen layers with LoRA adapters that are
-trained are one product and two small ones, also under autocast (``lora/trained_adapters.py``).
+hooks, quantized weights or an adapter that is not merged. There is one exception. If the layers are frozen
+and their LoRA adapters are trained, one large matrix product computes the layers and two small ones compute
+the adapters, also under autocast (``lora/trained_adapters.py``).
 """
 
 from __future__ import annotations
@@ -97,7 +99,8 @@ class FusedAttention(Attention):
     def readers(self) -> Sequence[Any] | None:
         """The layers that read ``hidden_states`` or the context. None if other code may also read them.
 
-        A caller may round the inputs if all readers would round them anyway (``rounding.py``).
+        A caller may round the inputs to half precision if all these layers would do so anyway
+        (``layers/rounding.py``).
         """
         is_plain = (
             type(self) is FusedAttention
@@ -118,7 +121,7 @@ class FusedAttention(Attention):
         if not is_one_token(context):
             return None
         # The softmax of one score is 1, so queries and keys do not matter. If a module has a hook or another
-        # class, stock's code must run, because here it would get a single token instead of all.
+        # class, diffusers' code must run, because here the hook or the module would get one token, not all.
         if not (
             is_plain_linear(self.to_q)
             and is_plain_linear(self.to_k)
@@ -130,10 +133,10 @@ class FusedAttention(Attention):
         return self._leave(call_linear(self.to_v, context))[:, 0]
 
     def product(self, x: Tensor, context: Tensor | None) -> ProductCall | None:
-        """The product of the tokens x (N, tokens, C) in E4M3: q, k and v, or only q if there is a context.
+        """The matrix product in E4M3 (fp8) that reads the tokens x (N, tokens, C).
 
-        None if there is none, or if a call of this module would do anything besides projections and
-        attention.
+        The product computes q, k and v, or only q if there is a context. Returns None if this module has no
+        such product, or if a call of this module would do anything besides projections and attention.
         """
         if not (fp8.is_used() and self._runs_in_order(x) and _fits(context, x)):
             return None
@@ -144,9 +147,11 @@ class FusedAttention(Attention):
         return fp8.product_of(self if context is None else wrapped_layer(linears[0]), found.weights)
 
     def with_product(self, product: ProductCall, x: Tensor, context: Tensor | None) -> Tensor:
-        """The result of a call with x, which has the dtype of the model or was written for ``product``.
+        """Computes the result of this module for x (N, tokens, C), in the model's dtype or in E4M3.
 
-        ``product``: the result of the method ``product``. x: (N, tokens, C). context: as in ``product``.
+        If x has the model's dtype, the product only records the magnitude of x, to choose its scale later.
+
+        ``product``: the result of the method ``product`` for the same context.
         """
         if x.dtype is not E4M3:
             product.learn(x, [plain_layer(linear).weight for linear in self._readers_of_tokens(context)])
@@ -155,18 +160,15 @@ class FusedAttention(Attention):
         return self._leave(_attend(query, key, value, is_prompt=context is not None))
 
     def runs_over_frames(self, x: Tensor) -> bool:
-        """True if ``over_frames`` can compute what a call of this module would.
-
-        x: the tokens, (N, tokens, C).
-        """
+        """True if the method ``over_frames`` can replace calls of this module. x: tokens, (N, tokens, C)."""
         is_self_attention = self.cross_attention_dim == self.query_dim
         return is_self_attention and self._runs_in_order(x) and not is_replaced()
 
     def over_frames(self, x: Tensor, frames: int) -> Tensor:
         """Self-attention of each pixel over the frames of its video.
 
-        x (N, frames * pixels, C) -> the same. Tokens are ordered by frame, then by pixel. Stock needs the
-        opposite order, and copies the tokens before and after attention. Call this method only if
+        x and the result: (N, frames * pixels, C). Tokens are ordered by frame, then by pixel. diffusers' code
+        needs the opposite order, and copies the tokens before and after attention. Call this method only if
         ``runs_over_frames(x)`` is True.
         """
         query, key, value = self._project(x, None)
@@ -176,7 +178,7 @@ class FusedAttention(Attention):
     def _runs_in_order(self, x: Tensor) -> bool:
         """True if a call with tokens x runs only the projections, attention and ``to_out``.
 
-        This excludes a norm, a residual, a rescaling, hooks and gradients.
+        It is False if the call also has a norm, a residual, a rescaling, hooks or gradients.
         """
         return self.readers() is not None and self.rescale_output_factor == 1.0 and kernels_may_run(x, dim=3)
 
@@ -185,7 +187,7 @@ class FusedAttention(Attention):
             not torch.compiler.is_compiling()
             and dispatch.has_kernels(hidden_states)
             and type(self.processor) is AttnProcessor2_0
-            and options.keys() <= {"temb"}  # temb is for spatial_norm, which is None here
+            and options.keys() <= {"temb"}  # only ``spatial_norm`` reads temb, and it is None here
             and hidden_states.dim() in (3, 4)
             and _fits(context, hidden_states)
             and _is_plain_attention(self)
@@ -196,8 +198,8 @@ class FusedAttention(Attention):
     ) -> tuple[Tensor, ...]:
         """Returns (queries, keys, values), each of the shape (N, heads, tokens, channels of a head).
 
-        ``product``: None, or the result of the method ``product``. It computes the layers that read
-        ``hidden_states``, which are in E4M3 then.
+        ``product``: None, or a matrix product in E4M3 (fp8) that computes the layers that read
+        ``hidden_states``. Then ``hidden_states`` are in E4M3.
         """
         heads = self.heads
         if torch.is_grad_enabled() and any(map(is_wrapper, layers := self._projections())):
@@ -208,9 +210,9 @@ class FusedAttention(Attention):
             return tuple(_split(each, heads) for each in found)
         own_q, own_k, own_v = self._projections()
         to_k, to_v = plain_layer(own_k), plain_layer(own_v)
-        # Weights that lie side by side in memory belong to an owner, by which ``joined`` finds them. Without
-        # adapters, this module owns the weights of its layers. With adapters, ``plain_layer`` returns layers
-        # with merged weights, and the layer returned for ``to_v`` is the owner.
+        # Weights that lie side by side in memory share an allocation, which is registered under a module, the
+        # owner. Without adapters, the owner is this attention module. With adapters, ``plain_layer`` returns
+        # layers with merged weights, and the owner is the layer that it returns for ``to_v``.
         owner = self if to_v is own_v else to_v
         if context is None:
             if product is not None:
@@ -247,14 +249,17 @@ class FusedAttention(Attention):
         return [_called(layer, x) for layer in layers]
 
     def _last_layers(self) -> tuple[Any, Any]:
-        """A linear layer, and the dropout after it."""
+        """Returns the linear layer of the output projection, and the dropout after it."""
         layers = layer_of(self, "to_out")
         # ``layers[0]`` and ``layers[1]`` of a ModuleList would take ten times the CPU time.
         project, dropout, *_ = layers._modules.values() if type(layers) is nn.ModuleList else layers
         return project, dropout
 
     def _leaves_plainly(self) -> bool:
-        """True if ``_leave`` computes each token's result from this token alone."""
+        """True if the output projection is a plain linear layer, and dropout does nothing.
+
+        Then the result for each token depends on this token alone.
+        """
         project, dropout = self._last_layers()
         return is_plain_linear(plain_layer(project)) and drops_nothing(dropout)
 
@@ -301,7 +306,7 @@ def _fits(context: Tensor | None, x: Tensor) -> bool:
 
 
 def _called(layer: Any, x: Tensor) -> Tensor:
-    """Computes ``layer(x)``: in training by ``trained``, if ``layer`` has an adapter that this supports."""
+    """Computes ``layer(x)``. In training, ``trained`` computes a layer with a LoRA adapter if it can."""
     y = trained(layer, x) if torch.is_grad_enabled() and is_wrapper(layer) else None
     return call_linear(layer, x) if y is None else y
 
@@ -312,9 +317,9 @@ def is_one_token(context: Any) -> bool:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_prompt: bool) -> Tensor:
-    """scaled_dot_product_attention of (N, heads, tokens, channels), with kernels for few keys and wide heads.
+    """Computes scaled_dot_product_attention, with special kernels for few keys and for wide heads.
 
-    Returns (N, tokens, heads * channels).
+    query, key and value are (N, heads, tokens, channels). The result is (N, tokens, heads * channels).
 
     ``is_prompt``: True if the keys come from a prompt, so that their number does not depend on the image.
     """
@@ -343,7 +348,10 @@ def _split(x: Tensor, heads: int) -> Tensor:
 
 
 def _parts(x: Tensor, count: int, heads: int) -> tuple[Tensor, ...]:
-    """``_split`` of each of the ``count`` equal parts of x (N, tokens, channels), the result of a product."""
+    """Splits x (N, tokens, channels) into ``count`` equal parts, and the channels of each part into heads.
+
+    Returns ``count`` tensors (N, heads, tokens, channels of a head). x is the result of one matrix product.
+    """
     if not x.is_contiguous():
         return _split(x, count * heads).chunk(count, 1)
     # ``as_strided`` and ``unbind`` take half as much CPU time as the views that they replace.

@@ -1,9 +1,9 @@
 """diffusers' ``AutoencoderTiny`` (TAESD): channels-last, and convolutions with ReLU and skip in one call.
 
-The model has no norms. Besides convolutions, stock spends time on upsampling, and on one pass over the tensor
-for each bias, ReLU and sum with a skip. Here cuDNN's convolution adds bias and skip and applies ReLU before
-it writes its result. Upsampling and the convolution after it run as one convolution at low resolution where
-that is faster, as in ``upsample_2d.py``.
+The model has no norms. Besides convolutions, diffusers spends time on upsampling, and on one pass over the
+tensor for each bias, ReLU and sum with a skip. Here cuDNN's convolution adds bias and skip and applies ReLU
+before it writes its result. Upsampling and the convolution after it run as one convolution at low resolution
+where that is faster, as in ``upsample_2d.py``.
 """
 
 from __future__ import annotations

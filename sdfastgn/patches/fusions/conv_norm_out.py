@@ -60,10 +60,10 @@ _FORWARDS = frozenset(parent.forward for parent in PARENTS)
 
 
 class _HandOff(threading.local):
-    """Data that norms share with their activations, separate for each thread.
+    """What each fused norm tells the activation module after it. Each thread has its own attributes.
 
     Attributes:
-        armed: id of a norm whose kernel must also apply the activation -> the activation module.
+        armed: a dict from the id of a norm whose kernel must also apply the activation to the activation.
         output: weak reference to the last result that a norm has activated; None if there is none.
     """
 
@@ -78,7 +78,7 @@ _hand_off = _HandOff()
 class FusedNormOut(FusedGroupNorm):
     """``conv_norm_out``, the last norm of a model. It also applies the activation ``conv_act`` in its kernel.
 
-    It does so only while the model's forward runs. If other code calls it, it only normalizes.
+    The activation is applied only while the model's forward runs. Calls from other code only normalize.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -136,10 +136,10 @@ def _activation_of_pass(act: nn.Module) -> str | None:
 
 
 def arm(parent: Any, args: Any) -> None:
-    """Forward pre-hook of the parent. From now on the parent's norm also applies the activation.
+    """A forward pre-hook of a model: from now on the model's ``conv_norm_out`` also applies ``conv_act``.
 
-    This is so only if the parent's forward is a known one, which calls the activation directly after the
-    norm.
+    Nothing happens if the forward of the model (``parent``) is unknown code, which may not call the
+    activation directly after the norm.
     """
     if torch.compiler.is_compiling():
         return
@@ -148,7 +148,7 @@ def arm(parent: Any, args: Any) -> None:
 
 
 def disarm(parent: Any, args: Any, output: Any) -> None:
-    """Forward hook of the parent. From now on the parent's norm only normalizes.
+    """A forward hook of a model (``parent``): from now on the model's ``conv_norm_out`` only normalizes.
 
     This hook runs even if the forward has raised an error.
     """
@@ -191,7 +191,7 @@ class _NormOutFusion:
     def undo(self, module: Any) -> None:
         remove_hooks(module, arm, disarm)
         for name in ("conv_norm_out", "conv_act"):
-            child = module._modules.get(name)  # None if other code has removed this child
+            child = module._modules.get(name)  # the child is None if other code has removed it
             if child is not None:
                 restore_class(child)
 

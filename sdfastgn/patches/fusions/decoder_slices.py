@@ -5,8 +5,9 @@ pixels already keeps a GPU busy: an H200 takes as long for it as for four images
 (``docs/benchmarks.md``). So decoding more images together saves no time, but each of them needs memory for
 activations of 256 channels at full resolution. In a CUDA graph all slices use the same memory in turn.
 
-Plans have slices of their own (``plans/rewrite/slices.py``). This fusion is for calls that cannot be plans,
-for instance because of a hook, and for ``optimize(..., plans=False)``.
+Usually a VAE runs as a plan: a traced list of kernels that replaces the Python of the model's forward. A plan
+decodes in slices by itself (``plans/rewrite/slices.py``). This fusion is for calls that no plan can run, for
+instance because of a hook, and for ``optimize(..., plans=False)``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MOST_PIXELS = 1024**2
 
 
 class FusedDecoder(Decoder):
-    """``Decoder`` that works in slices.
+    """``Decoder`` that decodes a large batch in slices of a few images.
 
     sample: latents (N, C, H, W). The result is (N, 3, 8 H, 8 W) for a decoder with the usual four levels.
     """
@@ -38,7 +39,8 @@ class FusedDecoder(Decoder):
     def _images_at_once(self, sample: Tensor) -> int | None:
         """Maximum number of images that are decoded at once; None if all images must be decoded together.
 
-        The latter is so with gradients, under compilers and traces, and where the kernels do not run.
+        All images are decoded together with gradients, under a compiler, in a trace, and where sdfastgn's
+        kernels do not run.
         """
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_grad_enabled():
             return None

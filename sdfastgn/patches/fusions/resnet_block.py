@@ -1,8 +1,8 @@
 """diffusers' ``ResnetBlock2D``: fuses both norms with their activations, and the sum at the block's end.
 
-``residual.py`` has the part between the convolutions. The kernel of the sum also adds conv2's bias, divides
-by the output scale, and stores the statistics of its result. The module ``nonlinearity`` is not changed,
-because the block also applies it to the time embedding.
+``layers/residual.py`` has the code between the two convolutions. The kernel of the sum also adds conv2's
+bias, divides by the output scale, and stores the mean and variance of its result for the next norm. The
+module ``nonlinearity`` is not changed, because the block also applies this module to the time embedding.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class FusedResnetBlock2D(ResnetBlock2D):
         return resample(input_tensor), resample(h)
 
     def _conv1_norm2_act(self, h: Tensor, temb: Tensor | None) -> Tensor:
-        """Returns conv2's input, before dropout. h: conv1's input, (N, C, H, W). temb: the time embedding."""
+        """Computes the input of conv2, before dropout, from ``h``, the input of conv1, (N, C, H, W).
+
+        ``temb``: the time embedding.
+        """
         scales = self.time_embedding_norm == "scale_shift"
         if scales and temb is None:
             raise ValueError(

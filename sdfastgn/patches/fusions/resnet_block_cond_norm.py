@@ -2,8 +2,9 @@
 
 Its norms read the time embedding (``AdaGroupNorm``). The kernel of the second norm adds the bias of the
 convolution before it. The kernel of the sum also adds conv2's bias, divides by the output scale, and stores
-the statistics of its result. Norms that read the latents (``SpatialNorm``) run as in stock. Models with them
-are autoencoders, which run as plans.
+the statistics of its result. Norms that read the latents (``SpatialNorm``) run diffusers' code. Only
+autoencoders have such norms, and an autoencoder usually runs as a plan: a traced list of kernels that
+replaces the Python of its forward.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class FusedResnetBlockCondNorm2D(ResnetBlockCondNorm2D):
         return add(h, input_tensor, bias, self.output_scale_factor)
 
     def _norm_act(self, name: str, x: Tensor, temb: Tensor, bias: Tensor | None) -> Tensor:
-        """Computes ``act(norm(x + bias, temb))`` for the norm ``name``, in one kernel if possible."""
+        """Computes ``act(norm(x + bias, temb))`` with the norm in the attribute ``name``.
+
+        This takes one kernel if possible.
+        """
         norm, act = layer_of(self, name), layer_of(self, "nonlinearity")
         y = ada_group_norm.ada_norm_act(norm, act, x, temb, bias)
         return act(norm(add_bias(x, bias), temb)) if y is None else y

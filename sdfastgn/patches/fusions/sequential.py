@@ -52,7 +52,7 @@ def _has_pair(module: nn.Module) -> bool:
 class _Sequential(ClassSwap):
     """The fusion of a GroupNorm and the activation after it in an ``nn.Sequential``.
 
-    It leaves a ``FusedSequential`` that only folds norms to ``FOLD_BATCH_NORM``.
+    A ``FusedSequential`` that only folds BatchNorms belongs to another fusion, ``FOLD_BATCH_NORM``.
     """
 
     def claims(self, module: nn.Module) -> bool:
@@ -63,10 +63,10 @@ FUSION = _Sequential("sequential", nn.Sequential, FusedSequential, covers=_has_p
 
 
 class _FoldBatchNorm:
-    """Folds the BatchNorm2d children of an ``nn.Sequential``.
+    """Folds the BatchNorm2d children of an ``nn.Sequential`` into the convolutions before them.
 
-    It claims every module with a BatchNorm2d child. A module that is no ``nn.Sequential`` is skipped with a
-    reason, because only an ``nn.Sequential`` defines the order in which its children run.
+    This fusion looks at every module with a BatchNorm2d child. It skips a module that is no
+    ``nn.Sequential``, and reports why: only an ``nn.Sequential`` defines the order in which its children run.
     """
 
     name = "batch_norm"

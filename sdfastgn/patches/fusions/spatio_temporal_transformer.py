@@ -1,18 +1,18 @@
 """Stable Video Diffusion's ``TransformerSpatioTemporalModel``, without copies of the tokens.
 
-Before each block over frames, upstream copies the tokens so that the tokens of a pixel are neighbors, and
-afterwards it copies them back. Here all tokens stay in the order of the channels-last image, as in
-``temporal_transformer.py``. Further differences:
+Before each temporal block, which attends over the frames, upstream copies the tokens, so that the tokens of a
+pixel are neighbors. After the block it copies them back. Here all tokens stay in the order of the
+channels-last image, as in ``temporal_transformer.py``. Further differences:
 
 - a LayerNorm and the sum before it (with a residual or with the embedding of the frames) are one kernel;
 - the last matrix product of each feed-forward network adds its result to the residual in place;
 - if the image prompt is a single token, cross-attention adds the same vector to all tokens of a video
   (``transformer_block.py``). If it has more tokens, their keys and values are computed once for each video.
-  Stock computes them once for each pixel;
+  diffusers computes them once for each pixel;
 - one pass mixes the results of the two blocks (``alpha_blender.py``);
 - the result is channels-last, and the last sum computes the statistics of the next block's norm.
 
-Upstream's forward runs with gradients, under autocast or a compiler, and if a block over frames has hooks,
+Upstream's forward runs with gradients, under autocast or a compiler, and if a temporal block has hooks,
 replaced layers or a feed-forward in chunks.
 """
 
@@ -63,7 +63,7 @@ class FusedTransformerSpatioTemporalModel(TransformerSpatioTemporalModel):
         ):
             return super().forward(hidden_states, encoder_hidden_states, image_only_indicator, return_dict)
         frames = image_only_indicator.shape[-1]
-        # As in stock, blocks over frames attend to the context of each video's first frame.
+        # As in diffusers' own code, temporal blocks attend to the context of each video's first frame.
         context = encoder_hidden_states.unflatten(0, (-1, frames))[:, 0]
         embedding = self._embedding_of_frames(len(context), frames, hidden_states)
         factors = factors_of(self.time_mixer, image_only_indicator, hidden_states)
@@ -92,7 +92,10 @@ class FusedTransformerSpatioTemporalModel(TransformerSpatioTemporalModel):
 
 
 def _is_plain(block: Any, tokens: Tensor) -> bool:
-    """True if ``_over_frames`` computes the same as calling ``block``. ``tokens``: (1, tokens, C)."""
+    """True if the fused code of temporal blocks, ``_over_frames``, computes what a call of ``block`` would.
+
+    ``tokens``: (1, tokens, C), the tokens of one frame.
+    """
     # If a module has a hook, upstream's forward must run, because here the hook would get tokens of another
     # shape.
     if type(block) is not TemporalBasicTransformerBlock or not all(map(is_unhooked, block.modules())):

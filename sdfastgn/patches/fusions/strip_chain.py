@@ -1,10 +1,10 @@
-"""Decodes an image in strips. Decides which feature maps stay in memory, and which decoders can run so.
+"""Decodes an image in strips. Decides which feature maps stay in memory, and which decoders are supported.
 
 ``conv_in`` and the middle block run on the whole image, because attention in the middle block needs all
-positions. The maps after them are larger. There is a limit for the memory of maps (``_held_bytes``): what
-stock takes for a tile, or attention in the middle block, but at least 1.75 GiB. A map stays in memory if it
-fits into this limit. All other maps are computed again whenever strips of them are needed
-(docs/adr/0023-tiled-decode.md).
+positions. The feature maps after the middle block are larger. There is a limit for the memory of feature maps
+(``_held_bytes``): the memory that diffusers takes for a tile, or that attention in the middle block takes,
+but at least 1.75 GiB. A feature map stays in memory if it fits into this limit. Strips of all other feature
+maps are computed again whenever they are needed (docs/adr/0023-tiled-decode.md).
 
 ``fusions/tiled_decode.py`` uses this file for the VAEs of diffusers, and ``comfyui/tiled_decode.py`` for
 those of ComfyUI.
@@ -39,19 +39,19 @@ from sdfastgn.patches.lora.merging import adopt, is_allowed, plain_layer, waits,
 from sdfastgn.patches.swap.class_forward import has_foreign_forward
 from sdfastgn.patches.swap.fusion import activation_of, stock_class
 
-# Bytes that the feature maps in memory may take together. For an image of 2048^2 pixels in 16 bits this is
-# enough to keep a map of each resolution of Stable Diffusion's decoder, together with the map that it is
-# computed from.
+# Number of bytes that the feature maps in memory may take together. For an image of 2048^2 pixels in 16 bits
+# this is enough to keep a feature map of each resolution of Stable Diffusion's decoder, together with the
+# feature map from which it is computed.
 MOST_BYTES = 1792 * 1024**2
-# The maps in memory may take more than MOST_BYTES in two cases, because this much memory is needed anyway:
-# - The last layers of a tile of stock need three maps of the tile's largest size: the input of a norm, its
-#   result, and the result of the activation. So the maps may take as much as three such maps.
+# The feature maps in memory may take more than MOST_BYTES in two cases, because more memory is needed anyway:
+# - In diffusers' own tiled decode, the last layers of a tile need three feature maps of the largest size: the
+#   input of a norm, its result, and the result of the activation. So three such maps may stay in memory.
 # - Attention in the middle block, which runs before the strips, needs eight tensors of the size of the middle
-#   block's result. So the maps may take as much as seven such tensors. The eighth's memory is for strips.
+#   block's result. So seven such tensors may stay in memory. The memory of the eighth is for strips.
 MAPS_OF_A_TILE = 3
 MAPS_OF_ATTENTION = 7
-# A strip of the widest map takes about 1 / STRIPS of the bytes that all maps in memory may take together
-# (``_held_bytes``). Two or three such strips exist at a time.
+# A strip of the widest feature map takes about 1 / STRIPS of the bytes that all feature maps in memory may
+# take together. Two or three such strips exist at a time.
 STRIPS = 14
 
 
@@ -80,8 +80,8 @@ def decode(
         parts: the layers after the middle block.
         middle: computes the middle block's result, (1, C, H / scale, W / scale), where ``scale`` is
             ``scale_of(parts)``. Nothing else may refer to this tensor, because its memory is used again.
-        out: gets the image. Dtype and device of the middle block's result.
-        tile: number of positions of the middle block's result that a tile of stock has.
+        out: gets the image. It has the dtype and device of the middle block's result.
+        tile: number of positions that a tile of diffusers' own tiled decode has in the middle block's result.
         after_layer: called after each of the layers, and at the end: ``len(parts.layers) + 1`` times.
     """
     write(_chain(parts, middle, tile, after_layer), out)
@@ -89,16 +89,16 @@ def decode(
 
 
 def _chain(parts: Parts, middle: Callable[[], Tensor], tile: int, after_layer: Callable[[], object]) -> Out:
-    """Builds the chain of layers for one image, and returns the last layer. Arguments as in ``decode``.
+    """Prepares the layers for one image, and returns the last layer. The arguments are those of ``decode``.
 
-    It also computes the statistics of all norms, and the maps that stay in memory. ``rows`` of the last layer
-    then computes rows of the image.
+    This function also computes the statistics of all norms, and the feature maps that stay in memory. The
+    method ``rows`` of the last layer then computes rows of the image.
     """
     x = middle()
     most = _held_bytes(parts, x, tile)
     layer: Layer = Held(x, most // STRIPS)
-    # Without ``x``, only ``layer`` refers to the map in memory. So the map is freed as soon as ``layer`` is
-    # replaced by a layer that starts at a later map.
+    # Without ``x``, only ``layer`` refers to the feature map in memory. So this map is freed as soon as
+    # ``layer`` is replaced by a layer that reads a later feature map in memory.
     del x
     for part, after in zip(parts.layers, [*parts.layers[1:], None], strict=True):
         following = _layer(part, layer)
@@ -122,18 +122,18 @@ def _layer(part: ResnetParts | UpsampleParts, source: Layer) -> Resnet | Upsampl
 def _can_hold(layer: Resnet | Upsample, after: ResnetParts | UpsampleParts | None, most: int) -> bool:
     """True if the result of ``layer`` may be written to memory.
 
-    If ``layer`` reads a map in memory of the same shape, the result is written over this map. That takes no
-    more memory, so it is always possible. Any other result must fit into ``most`` bytes together with
-    ``layer.anchor``, the map in memory from which it is computed.
+    If ``layer`` reads a feature map in memory of the same shape, the result is written over this feature map.
+    That takes no more memory, so it is always possible. Any other result must fit into ``most`` bytes
+    together with ``layer.anchor``, the feature map in memory from which the result is computed.
 
     There is a further condition for an upsampling, whose result is large. If the next layer's result has
     another shape, it cannot be written over the result of the upsampling. Then both results must fit into
-    ``most`` bytes together. Otherwise the result of the upsampling would leave no room for any later map.
+    ``most`` bytes together. Otherwise no later feature map would fit beside the result of the upsampling.
 
     ``after``: the parts of the layer after ``layer``; None if ``layer`` is the last one.
     """
     if layer.source is layer.anchor and layer.source.shape == layer.shape:
-        return True  # the result is written over the map that the layer reads, and takes no memory
+        return True  # the result is written over the tensor that the layer reads, and takes no memory
     if isinstance(layer, Upsample) and after is not None:
         following = _layer(after, layer)
         if following.shape != layer.shape and layer.nbytes + following.nbytes > most:
@@ -142,7 +142,10 @@ def _can_hold(layer: Resnet | Upsample, after: ResnetParts | UpsampleParts | Non
 
 
 def _held_bytes(parts: Parts, x: Tensor, tile: int) -> int:
-    """Bytes that all maps in memory may take together. x (1, C, H, W): the middle block's result."""
+    """Number of bytes that all feature maps in memory may take together.
+
+    x (1, C, H, W): the middle block's result. ``tile``: number of positions in a tile of x.
+    """
     layer: Layer = Held(x, 0)
     widest = layer.nbytes
     for part in parts.layers:
@@ -152,11 +155,11 @@ def _held_bytes(parts: Parts, x: Tensor, tile: int) -> int:
     return max(MOST_BYTES, MAPS_OF_A_TILE * of_tile, MAPS_OF_ATTENTION * x.nbytes)
 
 
-# --- conditions for strips ----------------------------------------------------------------------------
+# --- when a decoder may run in strips -----------------------------------------------------------------
 
 
 def runs_now(z: Tensor) -> bool:
-    """True if latents z (N, C, H, W) may be decoded in strips in a call at this moment."""
+    """True if a call at this moment may decode latents z (N, C, H, W) in strips of the image."""
     return (
         not (torch.compiler.is_compiling() or torch.is_grad_enabled())
         and z.dim() == 4
@@ -169,10 +172,10 @@ def runs_now(z: Tensor) -> bool:
 
 
 def reason_to_skip(parts: Parts, class_of: Callable[[Any], type] = stock_class) -> str | None:
-    """Why layers with these parts can never run in strips; None if they can.
+    """Why the layers of a decoder can never run in strips; None if they can.
 
-    The reason lies in the classes and settings of the modules. ``reason_now`` checks training mode and hooks,
-    and ``reason_of_adapters`` adapters: users add and remove them at any time.
+    The reason lies in the classes and settings of the modules. Hooks and adapters are checked in each call,
+    by ``reason_now`` and ``reason_of_adapters``, because users add and remove them at any time.
 
     ``class_of``: returns the class that a norm, an activation or a convolution has in PyTorch.
     """
@@ -196,7 +199,7 @@ def reason_to_skip(parts: Parts, class_of: Callable[[Any], type] = stock_class) 
 
 
 def _convolutions(parts: Parts) -> list[Any]:
-    """The 3 x 3 convolutions of ``parts``, or the wrappers of adapters around them."""
+    """Returns the 3 x 3 convolutions of a decoder, or peft's LoRA layers around them."""
     found = [parts.out.conv]
     for layer in parts.layers:
         found += [layer.conv] if isinstance(layer, UpsampleParts) else [layer.conv1, layer.conv2]
@@ -215,9 +218,10 @@ def _is_plain_conv(conv: Any, class_of: Callable[[Any], type]) -> bool:
 
 
 def reason_of_adapters(vae: nn.Module, parts: Parts) -> str | None:
-    """Why stock's tiles run until an adapter changes; None if there is no such reason.
+    """Which adapter prevents a decode in strips, so that diffusers' own tiled decode runs; None if none does.
 
-    Strips use the weight of a convolution. So its adapter, such as a LoRA, must be merged into the weight.
+    A decode in strips reads the weights of convolutions. So the adapter of a convolution, such as a LoRA,
+    must be merged into the weight.
     """
     for conv in _convolutions(parts):
         if _inner(conv) is conv:
@@ -230,18 +234,22 @@ def reason_of_adapters(vae: nn.Module, parts: Parts) -> str | None:
 
 
 def merges_now(decoder: nn.Module, parts: Parts) -> bool:
-    """Merges the adapters of all 3 x 3 convolutions. False if peft's code must run for one in this call."""
+    """Merges the adapters of all 3 x 3 convolutions into weights.
+
+    Returns False if one of the adapters cannot be merged in this call, so that peft's forward must run.
+    """
     wrappers = [conv for conv in _convolutions(parts) if _inner(conv) is not conv]
-    if any(map(waits, wrappers)):  # such as a LoRA that was added after ``optimize``
+    # An adapter may not have been merged yet, for instance a LoRA that was added after ``optimize``.
+    if any(map(waits, wrappers)):
         adopt(decoder)
     return not any(plain_layer(conv) is conv for conv in wrappers)
 
 
 def reason_now(decoder: nn.Module, *own_hooks: Any) -> str | None:
-    """Why stock's tiles run until the state of ``decoder`` changes, such as "it is in training mode".
+    """Why ``decoder`` cannot run in strips in its present state, such as "it is in training mode".
 
-    None if there is no such reason. A hook is a reason, because it would run in each strip. Two kinds are
-    allowed: sdfastgn's hooks that make tensors channels-last, and those in ``own_hooks``.
+    None if it can. A hook is a reason, because the hook would run in each strip. Two kinds of hooks are
+    allowed: sdfastgn's hooks that make tensors channels-last, and the hooks in ``own_hooks``.
     """
     if decoder.training:
         return "it is in training mode"

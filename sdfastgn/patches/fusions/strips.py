@@ -1,4 +1,4 @@
-"""Layers of a decoder in horizontal strips, with the statistics of the whole image in each norm.
+"""Runs the layers of a decoder in horizontal strips. Each norm takes the statistics of the whole image.
 
 A *map* is a feature map of one image, (1, C, H, W). A *strip* is a part of a map: some consecutive rows.
 Layers form a chain. Each layer reads the map of the layer before it, its *source*. The first source is a
@@ -8,15 +8,16 @@ rows (before an upsampling, half as many), and one more row above and below, the
 convolution.
 
 A norm needs the mean and variance (the *moments*) of each channel over the whole map before it can normalize
-the first strip. So ``learn`` first passes over all strips, once for each norm of its layer. Such a pass
-computes all layers from the held map up to the norm again. ``hold`` writes the result of a layer into memory,
-and the layers after it start there. It can also compute the moments of this result, which saves a pass of the
-next layer. Holding more maps takes memory, and holding fewer takes time.
+the first strip. So the method ``learn`` of a layer first passes over all strips, once for each norm of the
+layer. Such a pass computes all layers from the map in memory up to the norm again. The function ``hold``
+writes the result of a layer into memory, and the layers after it start there. ``hold`` can also compute the
+moments of this result, which saves a pass of the next layer. More maps in memory take memory, and fewer take
+time.
 
-diffusers and ComfyUI have different names for the same modules. So a tuple, such as ``ResnetParts``, says
-which module is which part of a layer.
+diffusers and ComfyUI have different names for the same modules. So a named tuple, such as ``ResnetParts``,
+says which module does what in a layer.
 
-Source: Chan, Golub and LeVeque, 1979, for the sums of squared deviations of all strips together.
+Source: Chan, Golub and LeVeque, 1979, for the way in which the variances of all strips are combined.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from sdfastgn.patches.layers.statistics import add, add_bias, take_statistics
 from sdfastgn.patches.lora.merging import plain_layer
 from sdfastgn.patches.swap.fusion import activation_of, stock_class
 
-# A map of H rows is divided into at most ceil(H / LEAST_ROWS) strips. In much thinner strips, too many of the
-# computed rows would be halo.
+# A feature map of H rows is divided into at most ceil(H / LEAST_ROWS) strips. For each 3 x 3 convolution, the
+# rows next to a strip are computed too. With much thinner strips, too many rows would be such extra rows.
 LEAST_ROWS = 32
 
 
@@ -51,7 +52,7 @@ class ResnetParts(NamedTuple):
         norm1, act, conv1, norm2, conv2: the modules of the formula. The convolutions are 3 x 3.
         shortcut: a 1 x 1 convolution; None if x itself is added.
         divisor: the number by which the sum is divided.
-        whole: computes the block for a whole map (1, C, H, W).
+        whole: a function that computes the block for a whole feature map (1, C, H, W).
     """
 
     norm1: Any
@@ -69,7 +70,7 @@ class UpsampleParts(NamedTuple):
 
     Args:
         conv: the convolution.
-        whole: computes both for some rows of a map, or for a whole one.
+        whole: a function that computes both for some rows of a feature map, or for a whole feature map.
     """
 
     conv: Any
@@ -85,12 +86,12 @@ class OutParts(NamedTuple):
 
 
 class Held:
-    """A map in memory, from which a chain of layers starts.
+    """A feature map that is wholly in memory. Later layers compute their strips of rows from it.
 
     Args:
-        x: the map, (1, C, H, W).
-        strip_bytes: decides how many rows a strip has in the later layers. A strip of the widest map of a
-            layer's chain takes about this many bytes.
+        x: the feature map, (1, C, H, W).
+        strip_bytes: decides how many rows a strip has in the later layers. Of all feature maps from here to
+            the layer, a strip of the widest takes about this many bytes.
         moments: mean and variance of each channel of x, (2, C); None if they are not known.
     """
 
@@ -101,8 +102,8 @@ class Held:
 
     @property
     def anchor(self) -> Held:
-        # A property, because an attribute that refers to its own object is a cycle of references. The map
-        # would then stay in memory until a garbage collection.
+        # This is a property, because an attribute that refers to its own object is a cycle of references. The
+        # feature map would then stay in memory until a garbage collection.
         return self
 
     @property
@@ -114,13 +115,15 @@ class Held:
 
 
 class _Computed:
-    """Base class of the layers of a chain. A layer stores no map: ``rows`` computes rows of its result.
+    """Base class of the layers that are computed in strips of rows.
+
+    Such a layer does not store its result. Its method ``rows`` computes the rows that the next layer needs.
 
     Attributes:
-        source: the layer or ``Held`` whose map this layer reads.
-        anchor: the ``Held`` from which the chain of layers starts.
+        source: what this layer reads: the result of another layer, or a feature map in memory (``Held``).
+        anchor: the feature map in memory (``Held``) from which the layers up to this one are computed.
         shape: (C, H, W) of the result.
-        row_bytes: one row of the result needs this many bytes of the widest map in the chain.
+        row_bytes: bytes that one row of the result needs in the widest feature map from the anchor to here.
         moments: None, because the mean and variance of the result are not known.
     """
 
@@ -135,7 +138,7 @@ class _Computed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the whole result would take in memory."""
+        """Number of bytes that the whole result would take in memory."""
         C, H, W = self.shape
         return C * H * W * self.anchor.x.element_size()
 
@@ -143,7 +146,7 @@ class _Computed:
         """Computes the mean and variance that each norm of the layer needs. Call it once before ``rows``."""
 
     def rows(self, top: int, bottom: int) -> Tensor:
-        """Rows ``top`` to ``bottom`` of the result, (1, C, bottom - top, W)."""
+        """Computes the rows of the result from ``top`` to ``bottom`` - 1: (1, C, bottom - top, W)."""
         raise NotImplementedError
 
     def _moments_of_source(self) -> Tensor:
@@ -155,7 +158,7 @@ Layer: TypeAlias = Held | _Computed
 
 
 class Resnet(_Computed):
-    """A layer of the chain: a residual block."""
+    """A residual block that is computed in strips of rows."""
 
     def __init__(self, parts: ResnetParts, source: Layer) -> None:
         _, H, W = source.shape
@@ -193,7 +196,7 @@ class Resnet(_Computed):
 
 
 class Upsample(_Computed):
-    """A layer of the chain: an upsampling and the convolution after it."""
+    """An upsampling and the convolution after it, computed in strips of rows."""
 
     def __init__(self, parts: UpsampleParts, source: Layer) -> None:
         C, H, W = source.shape
@@ -213,7 +216,7 @@ class Upsample(_Computed):
 
 
 class Out(_Computed):
-    """The last layer of the chain: the end of a decoder."""
+    """The end of a decoder (norm, activation and convolution), computed in strips of rows."""
 
     def __init__(self, parts: OutParts, source: Layer) -> None:
         _, H, W = source.shape
@@ -235,16 +238,17 @@ def _channels(conv: Any) -> int:
     return int(plain_layer(conv).out_channels)
 
 
-# --- computation of whole maps ------------------------------------------------------------------------
+# --- computation of whole feature maps ----------------------------------------------------------------
 
 
 def hold(layer: _Computed, *, is_normalized: bool) -> Held:
-    """Computes the whole result of ``layer`` and returns it as a map in memory.
+    """Computes the whole result of ``layer`` and returns it as a feature map in memory (``Held``).
 
-    If the layer reads a ``Held`` of the same shape, the result is written over that map. The old ``Held``
-    must then not be used anymore.
+    If the layer reads a ``Held`` of the same shape, the result is written over the feature map in that
+    ``Held``, which must not be used anymore.
 
-    ``is_normalized``: True if a norm reads the result, so that its mean and variance are also computed.
+    ``is_normalized``: True if a norm reads the result. Then the mean and variance of the result are computed
+    too.
     """
     source, anchor = layer.source, layer.anchor
     if source is anchor and source.shape == layer.shape:
@@ -257,18 +261,18 @@ def hold(layer: _Computed, *, is_normalized: bool) -> Held:
 
 
 def write(layer: _Computed, out: Tensor, found: list[tuple[int, Tensor]] | None = None) -> None:
-    """Writes the result of ``layer`` into ``out`` (1, C, H, W), which may be the map that the layer reads.
+    """Writes the result of ``layer`` into ``out`` (1, C, H, W), which may be the tensor that the layer reads.
 
-    ``found``: a list. For each strip, (number of positions, mean and variance of each channel) is appended,
-    as ``_of_strip`` returns it. None if they are not wanted.
+    ``found``: a list, or None. For each strip of the result, (number of positions, mean and variance of each
+    channel) is appended to the list.
     """
     last: tuple[int, int, Tensor] | None = None
     for top, bottom in _strips(layer):
         y = layer.rows(top, bottom)
         if found is not None:
             found.append(_of_strip(y))
-        # ``out`` may be the map that the layer reads. This strip's halo reaches into the rows of the strip
-        # before it. So the result of the strip before it is written only after this strip was computed.
+        # ``out`` may be the tensor that the layer reads. For its convolutions, this strip also reads rows of
+        # the strip above it. So the result of the strip above is written only after this strip was computed.
         if last is not None:
             out[:, :, last[0] : last[1]] = last[2]
         last = top, bottom, y
@@ -277,26 +281,32 @@ def write(layer: _Computed, out: Tensor, found: list[tuple[int, Tensor]] | None 
 
 
 def _moments_of(rows: Callable[[int, int], Tensor], layer: _Computed) -> Tensor:
-    """Mean and variance of each channel of a map that a norm of ``layer`` reads: (2, C) fp64.
+    """Computes mean and variance of each channel of the feature map that a norm of ``layer`` reads.
 
-    ``rows``: called with (top, bottom). Returns these rows of the map, which has the height of ``layer``.
+    Returns (2, C) fp64.
+
+    ``rows``: a function that gets (top, bottom), and returns the feature map's rows from ``top`` to
+    ``bottom`` - 1. ``_strips(layer)`` says for which rows it is called.
     """
     return _merged([_of_strip(rows(top, bottom)) for top, bottom in _strips(layer)])
 
 
 def _strips(layer: _Computed) -> Iterator[tuple[int, int]]:
-    """Yields (top, bottom) of each strip. Their heights differ by at most one row."""
+    """Yields (first row, row after the last one) of each strip. Heights differ by at most one row."""
     H = layer.shape[1]
     count = ceil_div(H, max(LEAST_ROWS, layer.strip_bytes // layer.row_bytes))
     for i in range(count):
         yield i * H // count, (i + 1) * H // count
 
 
-# --- statistics of a map ------------------------------------------------------------------------------
+# --- statistics of a feature map ----------------------------------------------------------------------
 
 
 def _of_strip(y: Tensor) -> tuple[int, Tensor]:
-    """Returns (number of positions, (2, C) mean and variance of each channel) of ``y`` (1, C, rows, W)."""
+    """Returns (number of positions, mean and variance of each channel) of ``y``, a strip (1, C, rows, W).
+
+    Mean and variance are one tensor (2, C).
+    """
     statistics = take_statistics(y)
     if statistics is None:
         statistics = channel_statistics(y)
@@ -308,14 +318,17 @@ def _of_strip(y: Tensor) -> tuple[int, Tensor]:
 
 
 def _merged(strips: list[tuple[int, Tensor]]) -> Tensor:
-    """Mean and variance of each channel over all strips, (2, C). ``strips``: ``_of_strip`` of each strip."""
+    """Computes mean and variance of each channel over all strips, (2, C).
+
+    ``strips``: for each strip (number of positions, mean and variance of each channel).
+    """
     means, variances = torch.stack([moments for _, moments in strips], 1)
     counts = means.new_tensor([count for count, _ in strips])
     return _combined(means, variances * counts[:, None], counts)
 
 
 def _combined(means: Tensor, m2: Tensor, counts: Tensor) -> Tensor:
-    """Mean and variance of each channel over all parts together, (2, C).
+    """Combines the statistics of parts of an image. Returns mean and variance of each channel, (2, C).
 
     Args:
         means: (parts, C), the mean of each part.
@@ -328,7 +341,7 @@ def _combined(means: Tensor, m2: Tensor, counts: Tensor) -> Tensor:
     return torch.stack((mean, (m2 + counts * (means - mean).square()).sum(0) / total))
 
 
-# --- rows of a map ------------------------------------------------------------------------------------
+# --- rows of a feature map ----------------------------------------------------------------------------
 
 
 def _rows(x: Tensor, top: int, bottom: int) -> Tensor:
@@ -372,27 +385,27 @@ def _conv(conv: Any, x: Tensor, first: int, top: int, bottom: int) -> tuple[Tens
 
 
 def _norm_act(norm: Any, act: Any, x: Tensor, moments: Any, bias: Tensor | None = None) -> Tensor:
-    """Computes ``act(norm(x + bias))``, where the norm takes the statistics of the whole map.
+    """Computes ``act(norm(x + bias))``, where the norm takes the statistics of the whole feature map.
 
     Args:
         norm: a GroupNorm.
         act: the activation.
-        x: some rows of the map.
-        moments: (2, C), mean and variance of each channel of the whole map, before the bias is added.
-        bias: (C,) or None.
+        x: some rows of the feature map.
+        moments: (2, C), mean and variance of each channel of the whole feature map, before the bias is added.
+        bias: (C,), a number for each channel that is added first; None to add nothing.
     """
     mean, variance = moments
     name = activation_of(act, stock_class(act)) or "identity"
     if dispatch.runs_in_triton(x) and not dispatch.is_op_off("group_norm", x):
-        # The kernel takes a sum of squared deviations, and divides it by the number of positions in x. So
-        # this sum is ``variance`` times that number, and not the sum of the whole map.
+        # The kernel takes a sum of squared deviations, and divides this sum by the number of positions in x,
+        # which has only some rows. So the sum must be ``variance`` times this number of positions.
         m2 = variance * (x.shape[2] * x.shape[3])
         statistics = torch.stack((mean, m2)).float().view(2, 1, 1, -1)
         options: dict[str, Any] = {"shift": bias, "statistics": statistics}
         y = group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, name, **options)
         if not dispatch.is_op_off("group_norm", x):
-            # If it is off now, it was turned off during the call of ``group_norm``. Then PyTorch has
-            # normalized with the statistics of x alone, and the code below computes y again.
+            # If the kernel could not be compiled, it was turned off during the call of ``group_norm``. Then
+            # PyTorch has normalized with the statistics of x alone, and the code below computes y again.
             return y
     if bias is not None:
         mean = mean + bias

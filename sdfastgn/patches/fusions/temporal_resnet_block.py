@@ -48,8 +48,8 @@ class FusedTemporalResnetBlock(TemporalResnetBlock):
     def before_sum(self, x: Tensor, temb: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Runs the block up to the residual sum. Returns (h, bias): h + bias must be added to the residual.
 
-        The residual is x, or the result of ``conv_shortcut``. bias is None if h includes it. x, temb: as in
-        ``forward``. Call this method only if ``kernels_may_run(x, dim=5)`` is True.
+        The residual is x, or the result of ``conv_shortcut``. bias is None if h includes it. x and temb are
+        the arguments of ``forward``. Call this method only if ``kernels_may_run(x, dim=5)`` is True.
         """
         frames = x.shape[2]
         h, bias = conv_without_bias(self.conv1, norm_act(self.norm1, self.nonlinearity, x))
@@ -84,7 +84,7 @@ class FusedSpatioTemporalResBlock(SpatioTemporalResBlock):
         if temb is not None:
             temb = temb.unflatten(0, (-1, frames))
         h, bias = self.temporal_res_block.before_sum(as_video(x, frames), temb)
-        # spatial * x + temporal * (x + h + bias)
+        # The mix of both results is spatial * x + temporal * (x + h + bias).
         spatial, temporal = factors_of(self.time_mixer, image_only_indicator, x)
         return blend(h.transpose(1, 2).flatten(0, 1), x, bias, torch.stack((spatial + temporal, temporal)))
 

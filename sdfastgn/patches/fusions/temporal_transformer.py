@@ -39,7 +39,7 @@ from sdfastgn.patches.swap.tested_sources import tested
 class FusedTransformerTemporalModel(TransformerTemporalModel):
     """``TransformerTemporalModel`` without copies of the image.
 
-    hidden_states (N * frames, C, H, W) -> the same.
+    hidden_states and the result: (N * frames, C, H, W).
     """
 
     def forward(
@@ -64,7 +64,7 @@ class FusedTransformerTemporalModel(TransformerTemporalModel):
 class FusedAnimateDiffTransformer3D(AnimateDiffTransformer3D):
     """``AnimateDiffTransformer3D`` without copies of the image.
 
-    hidden_states (N * frames, C, H, W) -> the same.
+    hidden_states and the result: (N * frames, C, H, W).
     """
 
     def forward(
@@ -88,7 +88,7 @@ def tokens_of(images: Tensor) -> Tensor:
 
 
 def image_of(tokens: Tensor, like: Tensor) -> Tensor:
-    """The image whose pixels are ``tokens`` (N, H W, C), in the order of rows: (N, C, H, W), a view.
+    """The image (N, C, H, W) whose pixels, row by row, are ``tokens`` (N, H W, C). It is a view.
 
     ``like``: (N, _, H, W), a tensor with the sizes of the image.
     """
@@ -111,7 +111,10 @@ def _runs_fused(model: Any, x: Tensor, frames: int, others: tuple[Any, ...]) -> 
 
 
 def _block_is_plain(block: Any, x: Tensor, frames: int) -> bool:
-    """True if ``_block`` computes the same as calling ``block``. x: the images, (N * frames, C, H, W)."""
+    """True if the fused code of a transformer block, ``_block``, computes what a call of ``block`` would.
+
+    x: the images, (N * frames, C, H, W).
+    """
     # If a module has a hook, upstream's forward must run, because here the hook would get tokens of another
     # shape.
     if stock_class(block) is not BasicTransformerBlock or not all(map(is_unhooked, block.modules())):
@@ -136,7 +139,11 @@ def _fits(embedding: Any, x: Tensor, frames: int) -> bool:
 
 
 def _over_frames(model: Any, x: Tensor, frames: int, name: str | None) -> Tensor:
-    """The fused forward of ``model``. x: images (N * frames, C, H, W). ``name``: as in ``call_linear``."""
+    """The fused forward of ``model``. x and the result: images (N * frames, C, H, W).
+
+    ``name``: the keyword by which upstream passes tokens to the linear layers; None if it passes them by
+    position.
+    """
     tokens = call_linear(model.proj_in, tokens_of(model.norm(as_video(x, frames))), name)
     for block in model.transformer_blocks:
         tokens = _block(block, tokens, frames)
@@ -146,7 +153,7 @@ def _over_frames(model: Any, x: Tensor, frames: int, name: str | None) -> Tensor
 def _block(block: Any, x: Tensor, frames: int) -> Tensor:
     """Runs a ``BasicTransformerBlock`` whose attention is over frames.
 
-    x (N, frames * pixels, C) -> the same. Tokens are ordered by frame, then by pixel.
+    x and the result: (N, frames * pixels, C). Tokens are ordered by frame, then by pixel.
     """
     pixels = x.shape[1] // frames
     position = None if block.pos_embed is None else block.pos_embed.pe[0, :frames]

@@ -1,12 +1,12 @@
 """The VAEs of Stable Diffusion and Flux: decode a large image in strips, as if it were in one piece.
 
-After ``enable_tiling`` stock decodes a large latent in overlapping tiles. Each norm takes the mean and
-variance of its tile, so neighboring tiles get different colors, which stock blends where tiles overlap. Here
-each norm takes the mean and variance of the whole image (``strips.py``), so there are no seams.
+After ``enable_tiling`` diffusers decodes a large latent in overlapping tiles. Each norm takes the mean and
+variance of its tile, so neighboring tiles get different colors. diffusers blends them where tiles overlap.
+Here each norm takes the mean and variance of the whole image (``strips.py``), so there are no seams.
 ``strip_chain.py`` decides which feature maps stay in memory.
 
-``tiled_decode`` is replaced in the ``__dict__`` of the instance. Its class stays the same, because
-``save_pretrained`` writes the name of this class and pipelines look it up.
+The method ``tiled_decode`` is replaced in the ``__dict__`` of the VAE. The class of the VAE stays the same,
+because ``save_pretrained`` writes the name of this class, and pipelines look up the class by its name.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from sdfastgn.patches.swap.tested_sources import tested, unknown_source
 
 try:
     from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
-except ImportError:  # a diffusers before Flux2
+except ImportError:  # the installed diffusers is older than Flux 2
     AutoencoderKLFlux2 = AutoencoderKL
 
-# Classes with the same ``_decode`` and ``tiled_decode``.
+# The VAE classes of diffusers that are fused here. Their ``_decode`` and ``tiled_decode`` do the same.
 _VAES: tuple[type[nn.Module], ...] = tuple(dict.fromkeys((AutoencoderKL, AutoencoderKLFlux2)))
 _ENTRY = "tiled_decode"
 
@@ -50,7 +50,8 @@ class _TiledDecode(InstanceEntry):
     def __call__(self, z: Tensor, return_dict: bool = True) -> Any:
         """Decode latents z (N, C, H, W). The image is (N, 3, 8 H, 8 W) for a decoder of four blocks.
 
-        If memory is too short for strips, stock's tiles are decoded, because a small tile takes less memory.
+        If memory runs out while strips of the image are decoded, diffusers' own tiled decode runs instead,
+        because a small tile takes less memory.
         """
         vae: Any = self.module
         if _runs_in_strips(vae, z):
@@ -116,11 +117,11 @@ def _resnet_parts(block: Any) -> ResnetParts:
     )
 
 
-# --- conditions for strips ----------------------------------------------------------------------------
+# --- when a VAE may decode an image in strips ---------------------------------------------------------
 
 
 def _why_not(vae: Any) -> str | None:
-    """Why the layers of ``vae`` can never run in strips; None if they can.
+    """Why the decoder of ``vae`` can never run in strips of the image; None if it can.
 
     The reason lies in the classes and settings of the layers. ``_why_not_now`` checks training mode, hooks
     and adapters.

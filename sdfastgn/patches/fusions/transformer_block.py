@@ -3,11 +3,12 @@
     norm1 - attn1 - (add, norm2) - attn2 - (add, norm3) - ff - add
 
 A kernel of (add, norm) reads two tensors, and writes their sum and its norm: four transfers of a tensor in
-one launch. Stock makes five in two launches, because its norm reads the sum again.
+one launch. diffusers makes five in two launches, because its norm reads the sum again.
 
 On a GPU, without gradients, the last add is part of a matrix product: the last linear layer of the
 feed-forward adds its result in place to the sum of (add, norm3). That kernel has already added the bias of
-this linear layer (``total_bias`` of ``add_layer_norm``). So the result is rounded once less than in stock.
+this linear layer (``total_bias`` of ``add_layer_norm``). So the result is rounded once less than in
+diffusers.
 
 If the context is a single token, as in Stable Video Diffusion, ``attn2`` adds the same vector to each token
 of a sample, because its softmax has only one score. Then norm2, the queries and the attention are left out,
@@ -48,11 +49,11 @@ from sdfastgn.patches.swap.tested_sources import tested
 
 
 class FusedBasicTransformerBlock(BasicTransformerBlock):
-    """``BasicTransformerBlock`` with sdfastgn's LayerNorm. hidden_states (N, tokens, dim) -> the same.
+    """``BasicTransformerBlock`` with sdfastgn's LayerNorm. hidden_states and the result: (N, tokens, dim).
 
     Upstream's forward runs for calls with GLIGEN or the deprecated ``scale``, for feed-forward in chunks, for
     hidden states that are images, for adaptive norms and for positional embeddings. It also runs under a
-    compiler, and where no kernels run.
+    compiler, and where sdfastgn's kernels do not run.
     """
 
     def forward(
@@ -150,7 +151,7 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
             or hidden_states.dim() != 3
             or self._chunk_size is not None
             or "gligen" in options
-            or "scale" in options  # this argument is deprecated, and upstream's forward warns of it
+            or "scale" in options  # ``scale`` is deprecated, and upstream's forward warns of it
             or not _has_layer_norms(self)
         )
 
@@ -160,8 +161,9 @@ def _in_e4m3(
 ) -> tuple[Tensor, Tensor] | None:
     """Computes (attn(layer(total)), total), where total is x + residual, and ``layer`` is a LayerNorm.
 
-    Here ``layer`` writes E4M3 if the product of ``attn`` runs in it. Returns None if ``attn`` has no product
-    in E4M3, or if it does anything besides projections and attention.
+    This function is for an ``attn`` whose projections are one matrix product in E4M3 (fp8). The kernel of the
+    LayerNorm then writes its result in E4M3. Returns None if ``attn`` has no such product, or if ``attn``
+    does anything besides projections and attention.
     """
     product = attn.product(x, context) if isinstance(attn, FusedAttention) else None
     if product is None:
@@ -174,9 +176,11 @@ def _in_e4m3(
 
 
 def products_in(model: nn.Module) -> Iterator[tuple[nn.Module, list[Tensor]]]:
-    """Yields the products in transformer blocks that can run in E4M3, as (owner, weights).
+    """Yields (module, weights) for each matrix product in transformer blocks that can run in E4M3 (fp8).
 
-    ``model`` may be stock or fused. A layer with a LoRA adapter counts as the layer without the adapter.
+    One product may compute several linear layers with the same input: then ``module`` contains these layers,
+    and there is a weight for each of them. Otherwise ``module`` is the linear layer. ``model`` may be
+    optimized or not. A layer with a LoRA adapter counts as the layer without the adapter.
     """
     for block in model.modules():
         if stock_class(block) is not BasicTransformerBlock or not _has_layer_norms(block):
@@ -203,7 +207,7 @@ def _register_for_hooks() -> None:
         from diffusers.hooks._helpers import TransformerBlockRegistry
 
         stock = TransformerBlockRegistry.get(BasicTransformerBlock)
-    except (ImportError, ValueError):  # diffusers before 0.35 has no such hooks
+    except (ImportError, ValueError):  # diffusers before 0.35 has no hooks that skip blocks
         return
     TransformerBlockRegistry.register(FusedBasicTransformerBlock, replace(stock))
 
@@ -214,10 +218,11 @@ def _has_layer_norms(block: Any) -> bool:
 
 
 def _normed(call: Any, reader: Any, *operands: Any) -> Any:
-    """Runs ``call``, a norm or a sum and its norm.
+    """Runs ``call``, which computes a norm, or a sum and the norm of the sum.
 
-    ``reader``: the attention or feed-forward network that reads the result under autocast. None without
-    autocast.
+    Under autocast, ``reader`` is the attention or feed-forward network that reads the result. If all layers
+    that read the result cast it to half precision anyway, the norm's kernel writes half precision. Without
+    autocast ``reader`` is None.
     """
     return call(*operands) if reader is None else rounded(call, *operands, readers=_readers_of(reader))
 

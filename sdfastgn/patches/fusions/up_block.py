@@ -53,8 +53,9 @@ class FusedUpBlock2D(UpBlock2D):
 class FusedCrossAttnUpBlock2D(CrossAttnUpBlock2D):
     """``CrossAttnUpBlock2D`` with a faster concatenation.
 
-    Shapes: as in ``FusedUpBlock2D``. Here a transformer follows each ResNet block. Its context is
-    encoder_hidden_states (N, tokens, D).
+    hidden_states (N, C, H, W), res_hidden_states_tuple: skips (N, C', H, W) -> (N, C_out, H', W'). A
+    transformer follows each ResNet block. The context of the transformers is encoder_hidden_states
+    (N, tokens, D).
     """
 
     def forward(
@@ -90,7 +91,8 @@ def runs_fused(block: Any, hidden_states: Tensor, skips: Sequence[Tensor]) -> bo
     return (
         dispatch.is_plain_inference(hidden_states, tuple(skips))
         and not (block.gradient_checkpointing and torch.is_grad_enabled())
-        and not all(getattr(block, name, None) for name in ("s1", "s2", "b1", "b2"))  # FreeU sets all
+        # FreeU sets all four of these attributes.
+        and not all(getattr(block, name, None) for name in ("s1", "s2", "b1", "b2"))
     )
 
 

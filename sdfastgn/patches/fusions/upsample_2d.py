@@ -34,7 +34,7 @@ class FusedUpsample2D(Upsample2D):
         conv = _conv_of(self)
         if conv is None:
             if torch.is_autocast_enabled("cuda"):
-                return super().forward(hidden_states)  # under autocast stock interpolates in fp32
+                return super().forward(hidden_states)  # under autocast diffusers interpolates in fp32
             return upsample_nearest_2x(hidden_states)
         return conv_of_upsampled(conv, hidden_states)
 
@@ -49,7 +49,8 @@ def _runs_fused(module: Any, x: Tensor, output_size: Any) -> bool:
         not torch.compiler.is_compiling()
         and _is_nearest(module)
         and x.dim() == 4
-        and x.shape[1] == module.channels  # with other channels, upstream's forward must raise its error
+        # For another number of channels, upstream's forward must run, because it raises the right error.
+        and x.shape[1] == module.channels
         and (output_size is None or tuple(output_size) == (2 * x.shape[2], 2 * x.shape[3]))
         and dispatch.has_kernels(x)
         and is_channels_last(x)

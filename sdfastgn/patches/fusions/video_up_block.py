@@ -148,7 +148,10 @@ class FusedCrossAttnUpBlockMotion(CrossAttnUpBlockMotion):
 
 
 def _upsample_by_name(block: Any, hidden_states: Tensor, size: Any) -> Tensor:
-    """``upsample`` with arguments by keyword: AnimateDiff's split inference wraps layers and splits these."""
+    """Runs the upsamplers of ``block`` with keyword arguments.
+
+    AnimateDiff's split inference wraps layers in a module that splits only arguments given by keyword.
+    """
     for upsampler in block.upsamplers or ():
         hidden_states = upsampler(hidden_states=hidden_states, output_size=size)
     return hidden_states

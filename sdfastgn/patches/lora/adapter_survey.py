@@ -1,6 +1,9 @@
-"""Makes a *survey* of a model: all its wrappers, whose merged weights are compared and written at once.
+"""Keeps the merged weights of all LoRA layers of a model up to date at once.
 
-CUDA graphs and plans need it, because they read merged weights without running wrappers.
+A *wrapper* is peft's LoRA layer around a layer of the model. A *merged weight* is a copy of the layer's
+weight to which the adapters were added. CUDA graphs and plans (traced lists of kernels) read merged weights
+without running the wrappers' Python. So an ``AdapterSurvey`` compares everything from which the merged
+weights are computed, for all wrappers at once, and computes those that are outdated.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from sdfastgn.patches.lora.sources import (
 )
 from sdfastgn.patches.lora.wrappers import PEFT
 
-# Indices of the addresses of tensors and of merged weights in the list that ``_objects_now`` returns.
+# ``_objects_now`` returns a list of lists. At these indices are the addresses of the tensors from which
+# merged weights are computed, and the addresses of the merged weights.
 _ADDRESSES, _MERGED = 3, 4
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -40,16 +44,19 @@ class AdapterSurvey:
     """Keeps all merged weights of the model ``root`` up to date for its CUDA graphs.
 
     ``refresh`` compares everything from which the merged weights are computed. If a graph waited for this,
-    the GPU would be idle for up to a millisecond in each call. So each call compares in two parts.
-    ``has_same_settings`` runs before the graph is started. It is quick, and notices what users usually
-    change. ``has_same_tensors`` compares the rest while the GPU runs the graph. Beside the graph the GPU also
-    compares the contents of all tensors, because PyTorch does not count all writes: ``has_same_contents``.
+    the GPU would be idle for up to a millisecond in each call. So each call compares in three steps:
 
-    The constructor also gives stand-ins to wrappers that have none yet (``adopt`` in ``merging.py``).
-    With ``merges=False`` no layer counts as merged: the model runs stock's code.
+    - ``has_same_settings`` runs before the graph is started. It is quick, and notices what users usually
+      change: active adapters and scales.
+    - ``has_same_tensors`` compares the tensors and layers while the GPU runs the graph.
+    - ``has_same_contents`` says whether the tensors have the same contents. PyTorch does not count all
+      writes, so the GPU compares the contents beside the graph.
+
+    The constructor also gives merged weights to layers that have none yet (``adopt`` in ``merging.py``).
+    With ``merges=False`` no layer counts as merged: LoRA layers run peft's code.
 
     Attributes:
-        layers: the wrappers (peft's layers) in ``root`` that run with merged weights.
+        layers: peft's LoRA layers in ``root`` that run with merged weights.
         takes_scale: True if all layers with adapters in ``root`` are merged. Then a scale that is an argument
             of the model's call can become part of the merged weights.
         reason: why the last ``refresh`` returned False.
@@ -75,36 +82,36 @@ class AdapterSurvey:
         self._sums: LowRankSums | None = None
         self._places: list[int] = []
         self._contents: Contents | None = None
-        self._compared: list[Tensor] = []  # the tensors of ``_contents``
+        self._compared: list[Tensor] = []  # the tensors whose contents ``_contents`` compares
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The merged weights and biases."""
+        """All merged weights and biases of the model."""
         return [p for record in self._records for p in record.layer.parameters()]
 
     @property
     def stand_ins(self) -> dict[nn.Module, nn.Module]:
-        """Each plain layer with merged weights -> the layer inside the wrapper, which it replaces."""
+        """A dict from each plain layer with merged weights to the model's own layer that it replaces."""
         bases = (layer._modules["base_layer"] for layer in self.layers)
         return {record.layer: base for record, base in zip(self._records, bases, strict=True)}  # type: ignore[misc]
 
     def add_reader(self, reader: Any) -> None:
-        """Call ``reader.release`` when a merged weight is freed. ``reader`` is not kept alive."""
+        """From now on, ``reader.release`` is called when a merged weight is freed. Keeps no reference."""
         for record in self._records:
             record.readers.add(reader)
 
     def refresh(self, factor: float = 1.0, compares_later: bool = False) -> bool:
         """Bring all merged weights up to date, in the current stream.
 
-        Returns False if the adapters of a layer cannot be merged any more, if the plain layer that holds its
-        merged weights (its stand-in) has another shape, dtype or setting than they need, or if another thread
-        changes the adapters meanwhile.
+        Returns False if the adapters of a layer cannot be merged any more, if the plain layer with the merged
+        weights has another shape, dtype or setting than is needed now, or if another thread changes the
+        adapters meanwhile.
 
         Args:
             factor: number by which all scales are multiplied.
             compares_later: True if the caller calls ``has_same_tensors`` before it uses a result that was
-                computed with the merged weights. Then, after a change of settings alone, tensors are not
-                compared here.
+                computed with the merged weights. Then tensors are not compared here if only active adapters
+                or scales have changed.
         """
         try:
             return not self.layers or self._refresh(factor, compares_later)
@@ -119,8 +126,9 @@ class AdapterSurvey:
     def has_same_settings(self, factor: float) -> bool:
         """True if the adapters that are active, their scales and ``factor`` are as in the last refresh.
 
-        Also records that the current stream is about to read the merged weights. The next write waits for it.
-        ``has_same_contents`` will compare what the current stream has written so far.
+        This method also records that the current stream is about to read the merged weights, so that the next
+        write of merged weights waits for this stream. A later ``has_same_contents`` sees everything that the
+        current stream has written up to now.
         """
         if not self.layers:
             return True
@@ -131,20 +139,24 @@ class AdapterSurvey:
         return self._has_same_settings(factor)
 
     def is_current(self, factor: float) -> bool:
-        """True if all but contents is as in the last refresh, and no merged weight was written since."""
+        """True if settings and tensors are as in the last refresh, and no merged weight was written since.
+
+        The contents of tensors are not compared.
+        """
         try:
             return not self.layers or (self._has_same_settings(factor) and self._has_same_objects())
-        except (AttributeError, LookupError, RuntimeError):  # another thread changes peft's dicts
+        except (AttributeError, LookupError, RuntimeError):  # another thread is changing peft's dicts
             return False
 
     def is_written(self, factor: float) -> bool:
-        """True if all merged weights, whoever wrote them, are up to date. Contents are not compared.
+        """True if all merged weights are up to date, no matter which code has written them.
 
-        Looks at each layer, but gives the GPU no work. So it may be called during a capture.
+        This method looks at each layer, but gives the GPU no work. So it may be called while a CUDA graph is
+        captured. The contents of tensors are not compared.
         """
         try:
             return all(map(partial(_is_written, factor=factor), self.layers, self._records))
-        except (AttributeError, LookupError, RuntimeError):  # another thread changes peft's dicts
+        except (AttributeError, LookupError, RuntimeError):  # another thread is changing peft's dicts
             return False
 
     def wait(self) -> None:
@@ -155,28 +167,30 @@ class AdapterSurvey:
     def _has_same_settings(self, factor: float) -> bool:
         try:
             return factor == self._factor and self._settings_now() == self._settings
-        except (AttributeError, LookupError, RuntimeError):  # another thread changes peft's dicts
+        except (AttributeError, LookupError, RuntimeError):  # another thread is changing peft's dicts
             return False
 
     def has_same_tensors(self) -> bool:
         """True if all weights, and all layers of the adapters, are as in the last refresh.
 
-        Then the GPU begins to compare their contents. Call ``has_same_contents`` afterwards.
+        If they are, the GPU begins to compare the contents of the weights. Call ``has_same_contents``
+        afterwards.
         """
         if not self.layers:
             return True
         try:
             is_same = self._has_same_objects()
-        except (AttributeError, LookupError, RuntimeError):  # another thread changes peft's dicts
+        except (AttributeError, LookupError, RuntimeError):  # another thread is changing peft's dicts
             return False
         if is_same and self._contents is not None:
             self._contents.look(self._compared)
         return is_same
 
     def has_same_contents(self) -> bool:
-        """True if the contents of all tensors are as in the last refresh. Else merged weights are outdated.
+        """True if the contents of all tensors are as in the last refresh.
 
-        Waits for the GPU's work from before the last ``has_same_settings``, but not for later work.
+        If they are not, all merged weights are marked as outdated. This method waits for the work that the
+        GPU got before the last ``has_same_settings``, but not for later work.
         """
         if self._contents is None or self._contents.looked_same():
             return True
@@ -196,7 +210,10 @@ class AdapterSurvey:
         )
 
     def _has_same_values(self) -> bool:
-        """True if ``_has_same_objects`` is true and no tensor has other values. Waits for the GPU."""
+        """True if all tensors and layers are the same as in the last refresh, with the same contents.
+
+        This method waits for the GPU.
+        """
         return (
             self._has_same_objects()
             and self._contents is not None
@@ -204,8 +221,9 @@ class AdapterSurvey:
         )
 
     def _note(self) -> None:
-        """If a tensor has new values, mark all merged weights as outdated, and note the new contents."""
-        # Adapters that are not active may be in main memory (``set_lora_device``).
+        """If a tensor has new contents, mark all merged weights as outdated, and record the new contents."""
+        # Only tensors on the devices of the merged weights are compared. Adapters that are not active may be
+        # in main memory, where diffusers' ``set_lora_device`` puts them.
         self._compared = [tensor for tensor in self._tensors if tensor.device in self._devices]
         has_contents = self._contents is not None and self._contents.are_of(self._compared)
         if has_contents and self._contents.are_same(self._compared):  # type: ignore[union-attr]
@@ -262,10 +280,12 @@ class AdapterSurvey:
         return is_same and not any(fused) and all(map(is_class_of_scales, set(map(type, scales))))
 
     def _write(self, factor: float, settings: list[Any] | None = None) -> int | None:
-        """Writes all merged weights that are outdated, from prepared parts (``PreparedLayer``).
+        """Writes all merged weights that are outdated.
 
-        Returns the number of layers that were written. Returns None if the parts cannot be combined, or if
-        another thread has changed a layer meanwhile; then nothing was written.
+        Each adapter of a layer was prepared before (``PreparedLayer``), and here the active ones are combined
+        with their scales. Returns the number of layers whose merged weights were written. Returns None if the
+        adapters of a layer cannot be combined, or if another thread has changed a layer meanwhile. Then
+        nothing was written.
 
         ``settings``: what ``_settings_now`` returns at present, if only active adapters and scales may have
         changed since the last ``refresh``. None if more may have changed.
@@ -285,7 +305,8 @@ class AdapterSurvey:
             scales = tuple([float(now[name]) * factor for name in its_names])
             key = (*layer.key, scales)
             if record.has_key(key):
-                record.wait()  # an eager call may have written the weights in another stream
+                # A call without a CUDA graph may have written these merged weights in another stream.
+                record.wait()
                 continue
             outdated.append((record, key, layer.kept))
             places.append(place)
@@ -306,7 +327,7 @@ class AdapterSurvey:
         return len(outdated) if is_written else None
 
     def _find(self) -> bool:
-        """Find the sources of all merged weights. Returns False if a layer cannot be merged any more."""
+        """Find the tensors and scales for all merged weights. False if a layer cannot be merged any more."""
         for layer in self.layers:
             unfuse(layer)
         self._look()
@@ -321,9 +342,10 @@ class AdapterSurvey:
         return self._prepare()
 
     def _prepare(self) -> bool:
-        """Call ``PreparedLayer.update`` for all layers.
+        """Prepare the adapters of all layers, so that they can be combined with any scales later.
 
-        Returns False if the stand-in of a layer was replaced, or does not fit the layer any more.
+        Returns False if the plain layer with the merged weights of a layer was replaced, or if its memory or
+        settings do not fit any more.
         """
         storages = dict(zip(map(id, self._tensors), self._storages, strict=True))
         for layer, own, record, source, prepared in zip(
@@ -349,10 +371,11 @@ class AdapterSurvey:
         self._hooks = list(chain.from_iterable(map(_hooks_of, self._dicts)))
         self._parameters = [module._parameters for module in (*bases, *adapters)]
         self._convs = [vars(module) for module in (*bases, *adapters) if type(module) is nn.Conv2d]
-        # References that are still right are kept, because making and freeing one takes a microsecond.
+        # Weak references to storages that are still right are used again, because making and freeing a new
+        # one takes a microsecond.
         known = dict(zip(map(id, self._tensors), self._storages, strict=True))
         tensors = [t for part in self._parameters for t in part.values() if t is not None]
-        # Keeps the children alive, so that no other object gets their ids.
+        # This list keeps the layers' children alive, so that no other object gets their ids.
         self._kept = [child for children in self._children for child in children.values()]
         storages = [_storage_of(tensor, known.get(id(tensor))) for tensor in tensors]
         self._tensors, self._storages = tensors, storages
@@ -363,13 +386,13 @@ class AdapterSurvey:
         """A number that grows whenever the merged weights must be checked again."""
         return sum(map(_touches_of, self._records))
 
-    # The next two methods run at each call. To be quick, they return lists that ``map`` and ``==`` handle in
-    # C.
+    # The next two methods run at each call. To be quick, they make lists with ``map``, and the callers
+    # compare these with ``==``: both loops run in C.
 
     def _settings_now(self) -> list[Any]:
-        """All settings that ``set_adapters``, ``fuse_lora`` and similar functions change.
+        """Returns all settings that ``set_adapters``, ``fuse_lora`` and similar functions change.
 
-        The last item has all scales.
+        The last item of the list has all scales.
         """
         owns = self._owns
         scales = list(map(_scales_of, owns))
@@ -377,13 +400,16 @@ class AdapterSurvey:
             self._touches(),
             list(map(_disabled_of, owns)),
             list(map(len, map(_fused_of, owns))),
-            list(map(tuple, map(_active_of, owns))),  # copies, because a list may be changed in place
+            list(map(tuple, map(_active_of, owns))),  # as copies, because lists may change in place
             list(map(type, scales)),
             list(chain.from_iterable(map(dict.values, scales))),
         ]
 
     def _objects_now(self) -> list[Any]:
-        """Types, ids, addresses and versions of the layers, tensors and hooks behind the merged weights."""
+        """Returns types, ids, addresses and versions of all objects from which merged weights are computed.
+
+        These are the layers, their tensors and their hooks.
+        """
         return [
             list(map(type, self._running)),
             list(map(id, chain.from_iterable(map(dict.values, self._children)))),
@@ -406,7 +432,10 @@ def _is_written(layer: nn.Module, record: Record, *, factor: float) -> bool:
 
 
 def _storage_of(tensor: Tensor, known: StorageWeakRef | None) -> StorageWeakRef:
-    """A weak reference to the storage of ``tensor``: ``known`` if it refers to it, else a new one."""
+    """Returns a weak reference to the storage of ``tensor``.
+
+    This is ``known`` if that reference is to the same storage, and else a new one.
+    """
     is_right = known is not None and refers_to(known, tensor)
     return known if is_right else StorageWeakRef(tensor.untyped_storage())  # type: ignore[return-value]
 

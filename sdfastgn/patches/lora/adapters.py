@@ -1,11 +1,12 @@
-"""Finds layers with an adapter, such as a LoRA, and says why some of them run stock's code.
+"""Finds layers with an adapter, such as a LoRA, and says why some of them run peft's code.
 
-Here a wrapper is any layer of peft that has a layer of the model as its child. Wrappers of LoRAs
-(``wrappers.py``) run with merged weights where that is possible. Fusions call any other wrapper as stock's
-code does: the wrapper runs the layer and the adapter's small layers, and adds the results. peft is not
-imported here: a wrapper is recognized by the names of its children. Other code may use these names for
-modules without an adapter. So the report and ``strict=True`` name a wrapper only if its class is also based
-on one of peft.
+A *wrapper* is here any layer of peft that has a layer of the model as its child. LoRA layers
+(``wrappers.py``) run with merged weights where that is possible. Any other wrapper is called as in unchanged
+diffusers: the wrapper runs the layer and the adapter's small layers, and adds the results.
+
+peft is not imported here: a wrapper is recognized by the names of its children. Other code may use these
+names for modules without an adapter. So the report and ``strict=True`` name a wrapper only if its class is
+also based on a class of peft.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from sdfastgn.patches.swap.fusion import stock_class
 # ``original_module`` is in wrappers that train a copy of the whole layer.
 WRAPPED = ("base_layer", "original_module")
 
-# The name of the classes by which diffusers and transformers give their models adapters.
+# The name of a base class of models that can have adapters. diffusers and transformers both have such a
+# class.
 _MIXIN = "PeftAdapterMixin"
 
 _ALONE = "stock's code runs the layer by itself"
@@ -39,27 +41,31 @@ def takes_adapters(modules: Sequence[nn.Module]) -> bool:
 
 
 def adapted_layers(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """PEFT's wrapper of each layer in ``modules`` that has an adapter."""
+    """Yields each of ``modules`` that is peft's wrapper around a layer with an adapter."""
     return filter(_has_layer_inside, modules)
 
 
 def unmerged_layers(
     root: nn.Module, prefix: str = "", merges: bool | None = None, with_waiting: bool = False
 ) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yields (path, layer, reason) of each layer in ``root`` that runs stock's code because of its adapter.
+    """Yields (path, layer, reason) of each layer in ``root`` that runs peft's code because of its adapter.
 
     Args:
         root: a model.
         prefix: the path of ``root``.
-        merges: whether LoRAs run with merged weights; None: as ``root`` was optimized before.
+        merges: True if LoRAs may run with merged weights. None: use what was chosen when ``root`` was
+            optimized.
         with_waiting: True also yields layers that can run with merged weights, but have none yet.
     """
     for path, module in root.named_modules(prefix=prefix):
-        # A wrapper that was added after ``optimize(merge_adapters=False)`` is allowed, but its model is not.
+        # ``optimize(merge_adapters=False)`` forbids merging for the model and for the layers that it has at
+        # this time. A LoRA layer that was added later is not marked, so both the model and the layer are
+        # asked.
         is_merging = is_allowed(root) and is_allowed(module) if merges is None else merges
         reason = adapter_reason(module, is_merging)
         if reason is None and with_waiting and waits(module):
-            # ``.to()`` frees the merged weights, but the wrapper keeps its fused class, which merges again.
+            # The adapter may be new. Or ``.to()`` has freed the merged weights: then the layer has kept the
+            # class that sdfastgn gave it, and the next call merges again.
             reason = f"its adapter (LoRA) is not merged yet: {_when_merged(root, module)}"
         if reason is not None:
             yield path, module, reason
@@ -76,7 +82,7 @@ def has_adapters(root: nn.Module) -> bool:
 
 
 def reason_not_merged(root: nn.Module) -> str | None:
-    """Why a layer of ``root`` with an adapter of peft runs peft's code; None if all run merged, or can."""
+    """Why a layer of ``root`` with an adapter of peft must run peft's code; None if all can run merged."""
     for layer in filter(is_adapted, root.modules()):
         is_on = is_allowed(root) and is_allowed(layer)
         why = why_not(layer) if is_on else "merge_adapters is False"
@@ -86,7 +92,7 @@ def reason_not_merged(root: nn.Module) -> str | None:
 
 
 def _when_merged(root: nn.Module, layer: nn.Module) -> str:
-    """Which call of the optimized model ``root`` merges the adapter of ``layer``, which waits for this."""
+    """Says for the report which call of the optimized model ``root`` will merge the adapter of ``layer``."""
     if stock_class(layer) is not type(layer):
         return "its next call without gradients merges it"
     if call_entry(root) is not None and has_new(root):
@@ -95,12 +101,12 @@ def _when_merged(root: nn.Module, layer: nn.Module) -> str:
 
 
 def adapter_reason(layer: Any, merges: bool = True) -> str | None:
-    """The reason why ``layer`` runs stock's code because of its adapter.
+    """Why ``layer`` runs peft's code because of its adapter, in words for the report.
 
     None if ``layer`` has no adapter, or an adapter that can be merged. If the user can do something about the
     reason, the text says what. ``merges``: False if the model must not get merged weights.
     """
-    if isinstance(getattr(layer, "lora_layer", None), nn.Module):  # LoRA of old diffusers, without peft
+    if isinstance(getattr(layer, "lora_layer", None), nn.Module):  # a LoRA of old diffusers, without peft
         return f"it has an adapter (LoRA): {_ALONE}"
     if not (isinstance(layer, nn.Module) and is_adapted(layer)):
         return None

@@ -1,4 +1,4 @@
-"""Notices when other code writes into the weights from which a copy was computed, whoever writes.
+"""Notices when any code writes into weights from which sdfastgn has computed a copy.
 
 sdfastgn computes copies from a model's weights: merged weights of adapters (``merging.py``) and
 weights in E4M3 (``fp8/product.py``). A copy must be computed again after its *sources*, the weights, have
@@ -22,25 +22,27 @@ from torch import Tensor
 
 from sdfastgn.kernels.checksum.op import Checksums
 
-# Number of comparisons that together read a large weight. For SDXL's UNet one comparison then reads about 100
-# MB, which takes less than a thousandth of a step. An image of about 30 steps reads all weights.
+# Each comparison reads one part of a large weight, and this number of comparisons reads all of it. For SDXL's
+# UNet one comparison then reads about 100 MB, which takes less than a thousandth of the time of a step. An
+# image has about 30 steps, so one image compares nearly all weights.
 WINDOWS = 32
-# A new call of a model is assumed to have begun if one of its parts runs more often than this.
+# A new call of a model is assumed to have begun if one layer of the model runs more often than this.
 _MOST_RUNS = 8
 
 
 class Calls:
-    """Tells when a call of a model begins, from the parts of the model that run."""
+    """Tells when a call of a model begins, although only single layers of the model report that they run."""
 
     def __init__(self) -> None:
         self._first = 0
         self._runs: Counter[int] = Counter()
 
     def begins(self, part: object) -> bool:
-        """True if a call of the model begins with ``part``, which runs now.
+        """True if a call of the model begins with ``part``, a layer or another object that runs now.
 
-        Most calls begin with the same part, so a call begins when the first part of the last call runs again.
-        If this part does not run, a call begins when another part runs more than ``_MOST_RUNS`` times.
+        Most calls begin with the same layer, so a new call begins when the first layer of the last call runs
+        again. If that layer does not run, a new call begins when another layer runs more than ``_MOST_RUNS``
+        times.
         """
         key = id(part)
         is_first = not self._runs or key == self._first or self._runs[key] == _MOST_RUNS
@@ -52,11 +54,11 @@ class Calls:
 
 
 class Contents:
-    """The contents of tensors at the time of ``note``, to be compared with later ones.
+    """Checksums of the contents of tensors, with which later contents are compared.
 
-    Call ``note``, which the constructor also does, before a copy is computed from the tensors, and compute
-    all copies again after each ``note``. So the copies are never older than the contents with which later
-    ones are compared. No reference to the tensors is kept: each method gets the same tensors again.
+    ``note`` computes the checksums; the constructor calls it. Call ``note`` before copies are computed from
+    the tensors, and compute all copies again after each ``note``. Then no copy is older than the checksums.
+    No reference to the tensors is kept: each method gets the same tensors again.
 
     Args:
         tensors: the tensors, on any devices.
@@ -69,7 +71,8 @@ class Contents:
         by_device: dict[torch.device, list[int]] = {}
         for at, tensor in enumerate(tensors):
             by_device.setdefault(tensor.device, []).append(at)
-        # Inference tensors could not be written to in later calls, outside of inference mode.
+        # Inference mode is off here. A tensor that is made in inference mode cannot be written to in later
+        # calls outside of this mode.
         with torch.inference_mode(False), torch.no_grad():
             self._parts = [
                 (
@@ -81,17 +84,20 @@ class Contents:
         self.note(tensors)
 
     def are_of(self, tensors: Sequence[Tensor]) -> bool:
-        """True if ``tensors`` have the addresses with which this object was made. Only then compare them."""
+        """True if ``tensors`` are at the addresses for which this object was made.
+
+        The other methods may only be called with such tensors.
+        """
         return _places(tensors) == self._places
 
     def note(self, tensors: Sequence[Tensor]) -> None:
-        """Record the present contents, with which later contents are compared. Waits for the GPU."""
+        """Record the checksums of the present contents, to compare later contents. Waits for the GPU."""
         with torch.inference_mode(False), torch.no_grad():
             for part, own in self._with_tensors(tensors):
                 part.note(own)
 
     def are_same(self, tensors: Sequence[Tensor]) -> bool:
-        """Compare now. Waits for the GPU's work in the current stream so far."""
+        """True if the contents are as they were recorded. Waits for all work in the current stream so far."""
         if not self.are_of(tensors):
             return False
         self.begin()
@@ -99,37 +105,44 @@ class Contents:
         return self.looked_same()
 
     def begin(self) -> None:
-        """The next ``look`` sees all writes of the work in the current stream so far."""
+        """Mark this point in the current stream: the next ``look`` sees all writes before it."""
         for part, _ in self._parts:
             part.begin()
 
     def look(self, tensors: Sequence[Tensor]) -> None:
-        """Start a comparison in a separate stream, beside the work after ``begin``."""
+        """Start a comparison in a separate stream, beside the work that was started after ``begin``."""
         self._window += 1
         with torch.inference_mode(False), torch.no_grad():
             for part, own in self._with_tensors(tensors):
                 part.look(own, self._window)
 
     def _with_tensors(self, tensors: Sequence[Tensor]) -> Iterator[tuple[_Part, Sequence[Tensor]]]:
-        """Yields each part with its own tensors."""
+        """Yields the object for each device, with the tensors on this device."""
         for part, places in self._parts:
             # Copying a list of two thousand tensors takes as long as all else that a comparison does.
             yield part, tensors if len(self._parts) == 1 else [tensors[at] for at in places]
 
     def looked_same(self) -> bool:
-        """True if the last ``look`` found the contents of ``note``. Does not wait for later work."""
+        """True if the comparison that ``look`` started found the recorded contents.
+
+        Waits for this comparison, but not for other work.
+        """
         return all(part.looked_same() for part, _ in self._parts)
 
 
 class _Part:
-    """The ``Contents`` of tensors on one device. ``periods``: as in ``Checksums``."""
+    """The checksums of tensors on one device.
+
+    ``periods``: for each tensor, the number of comparisons that together read the whole tensor.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], periods: Sequence[int]) -> None:
         device = tensors[0].device
         is_gpu = device.type == "cuda"
         self._device = device
         self._sums = Checksums(tensors, periods)
-        # Work of a high priority gets the next free multiprocessors, so it does not wait for a graph's end.
+        # Work in a stream of high priority gets the next free multiprocessors. So a comparison does not wait
+        # for the end of a CUDA graph.
         self._stream = torch.cuda.Stream(device, priority=-1) if is_gpu else None
         self._start, self._end = (torch.cuda.Event() if is_gpu else None for _ in range(2))
         self._found = torch.empty(len(tensors), dtype=torch.int64, device="cpu", pin_memory=is_gpu)

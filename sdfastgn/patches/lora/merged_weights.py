@@ -1,7 +1,11 @@
-"""Allocates, writes and frees the merged weights of stand-ins (``merging.py``).
+"""Allocates, writes and frees merged weights: copies of layers' weights to which LoRA adapters were added.
 
-The current stream writes the weights. Before a write, it waits for each other stream that has read
-merged weights since the last write. Before a read, the reading stream waits for the last write.
+A *wrapper* is peft's LoRA layer around a layer of the model. A *stand-in* is the plain layer with the merged
+weight, which runs in place of the wrapper. A *record* holds the stand-in of one wrapper, and what its merged
+weight was computed from.
+
+Merged weights are written in the current stream. Before a write, this stream waits for each other stream that
+has read merged weights since the last write. Before a read, the reading stream waits for the last write.
 """
 
 from __future__ import annotations
@@ -22,40 +26,42 @@ from sdfastgn.kernels.low_rank.op import Factors, LowRankSums, Sum, add_low_rank
 from sdfastgn.patches.lora.sources import OF_CONV, Source
 from sdfastgn.patches.swap.fusion import parameters_of
 
-# Class of a layer -> number of sizes (channels, kernel size) that its constructor takes.
+# The number of sizes (channels, kernel size) that the constructor of a layer's class takes.
 _SIZES = {nn.Linear: 2, nn.Conv2d: 3}
-# The dicts of hooks that a stand-in shares with its layer.
+# The dicts of hooks that the plain layer with a merged weight shares with the model's own layer.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
-# Wrapper -> its record, with the stand-in. Records are not kept in the wrapper's ``__dict__``, so that they
-# are neither copied nor pickled.
+# A dict from peft's LoRA layer to the record of its merged weight. Records are not kept in the ``__dict__``
+# of the LoRA layer, so that they are neither copied nor pickled with it.
 records: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
-# Wrapper -> its record, which has no memory since the wrapper was moved. Plans refer to the stand-in, so the
-# record is used again.
+# A dict from peft's LoRA layer to its record, for layers that were moved, which frees the merged weight.
+# Plans (traced lists of kernels) refer to the plain layer in the record. So the record is used again later.
 _moved: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
-# id -> weight or bias of a stand-in, for all that exist.
+# A dict from ids to tensors, for all merged weights and biases that exist.
 _merged: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-# True while code runs that gets weights from wrappers but writes into none: some code of peft, and the
-# forward of a model that is captured. Then ``may_change`` does nothing, and merged weights stay valid.
+# True while code runs that reads weights of LoRA layers but writes into none: some code of peft, and the
+# forward of a model during the capture of a CUDA graph. Then ``may_change`` does nothing, and merged weights
+# stay valid.
 only_reads: ContextVar[bool] = ContextVar("sdfastgn_only_reads_adapters", default=False)
-# (index of a GPU, handle of a stream) -> stream, for the streams that have read merged weights since these
-# were written last. The next write waits for these streams.
+# The streams that have read merged weights since these were written last, by (index of the GPU, handle of the
+# stream). The next write waits for these streams.
 _readers: dict[tuple[int, int], torch.cuda.Stream] = {}
-# Held while records are made, written or forgotten.
+# The lock that a thread holds while it makes, writes or frees merged weights.
 changing = threading.RLock()
 
 
 class Record:
-    """The merged weights of one wrapper (peft's layer with adapters), and what they were computed from.
+    """The merged weights of one of peft's LoRA layers, and what they were computed from.
 
     Attributes:
-        layer: the stand-in: a plain layer that has the merged weights and runs instead of the wrapper.
-        tensors: the tensors from which the weights were computed. Empty if there are no weights.
-        key: the ``Source.key`` of the tensors from which the weights were computed. None if the weights are
-            outdated.
-        touches: a number that grows with each event after which an ``AdapterSurvey`` must check the wrapper
-            again: the merged weights were written or freed, or other code may have changed a tensor from
-            which they are computed.
+        layer: the stand-in: a plain layer that has the merged weights and runs instead of the LoRA layer.
+        tensors: the tensors from which the merged weights were computed. Empty if the weights were not
+            computed yet, or were freed.
+        key: a value made of these tensors' ids, addresses and versions, and of the adapters' scales. None if
+            the merged weights are outdated.
+        touches: a number that grows with each event after which an ``AdapterSurvey`` must check the LoRA
+            layer again: the merged weights were written or freed, or other code may have changed a tensor
+            from which they are computed.
         written: (handle of the stream that wrote the weights last, event after this write).
         readers: objects that keep the weights' memory alive until their method ``release`` is called.
     """
@@ -72,10 +78,10 @@ class Record:
         self.written: tuple[int, torch.cuda.Event | None] = (0, None)
 
     def fits(self, source: Source) -> bool:
-        """True if the stand-in ``layer`` can hold the merged weights of ``source``.
+        """True if the plain layer of this record can hold the merged weights of ``source``.
 
-        It must have the settings and forward hooks of ``source.base``, and a weight with dtype, device, shape
-        and strides of ``source.weight``.
+        The plain layer must have the settings and forward hooks of ``source.base``, and a weight with the
+        dtype, device, shape and strides of ``source.weight``.
         """
         (weight, bias), like = parameters_of(self.layer), source.weight
         own, base = vars(self.layer), vars(source.base)
@@ -91,9 +97,12 @@ class Record:
         )
 
     def allocate(self, source: Source) -> bool:
-        """Give the stand-in new memory for the weights of ``source``. Returns True if it fits them then."""
+        """Give the plain layer new memory for the merged weights of ``source``.
+
+        Returns False if the layer cannot hold them, for instance because it has no bias but needs one.
+        """
         own, fresh = list(self.layer.parameters()), list(_stand_in(source).parameters())
-        if len(own) != len(fresh):  # one of them has no bias
+        if len(own) != len(fresh):  # one of the two layers has a bias and the other has none
             return False
         for parameter, new in zip(own, fresh, strict=True):
             parameter.data = new.data
@@ -101,7 +110,7 @@ class Record:
         return self.fits(source)
 
     def is_of(self, source: Source) -> bool:
-        """True if the merged weight was computed from the present values of ``source``."""
+        """True if the merged weight was computed from ``source``, and PyTorch has counted no write since."""
         return self.key is not None and self.has_key(source.key(source.tensors))
 
     def sums(self, source: Source) -> Iterator[Sum]:
@@ -114,7 +123,7 @@ class Record:
             yield Sum(out, bias_or_zeros(source.bias, out), tuple(bias_factors(*each) for each in biases))
 
     def note(self, source: Source, written: tuple[int, torch.cuda.Event | None]) -> None:
-        """Record that the stand-in's weights were computed from ``source``, and are up to date.
+        """Record that the merged weights were computed from ``source``, and are up to date.
 
         ``written``: (handle of the stream that writes the weights, event after this write).
         """
@@ -127,17 +136,18 @@ class Record:
     def note_prepared(
         self, key: tuple[Any, ...], kept: Any, written: tuple[int, torch.cuda.Event | None]
     ) -> None:
-        """Record that the merged weights were computed from prepared parts (``prepared_sources.py``).
+        """Record that the merged weights were computed from the tensors of ``key``, and are up to date.
 
         Args:
             key: ``Source.key`` of the tensors from which the weights were computed: the layer's own weight
                 and bias, and the matrices and biases of its adapters.
             kept: (these tensors, their storages), in the order of ``key``. If a storage is freed, ``has_key``
                 returns False.
-            written: the same as for ``note``.
+            written: (handle of the stream that writes the weights, event after this write).
         """
         self._places, self.written = key[:2], written
-        self.tensors, self._storages = kept  # alive, so that no other tensor gets their ids
+        # The tensors are kept alive, so that no other tensor gets their ids.
+        self.tensors, self._storages = kept
         self.key = key
 
     def touch(self) -> None:
@@ -161,10 +171,10 @@ class Record:
         wait_for(self.written, self.device)
 
     def free(self) -> None:
-        """Free the memory of the stand-in's weight and bias.
+        """Free the memory of the merged weight and bias.
 
-        The parameters stay, but have no elements. So the ``Watch`` (``graphs/watch.py``) of a graph that
-        reads them notices the change.
+        The parameters stay, but have no elements. A CUDA graph that reads them compares the addresses of
+        parameters, so it notices the change (``graphs/watch.py``).
         """
         self.touch()
         self.tensors = ()
@@ -175,8 +185,9 @@ class Record:
 
 
 def _stand_in(source: Source) -> Any:
-    """A plain layer with the settings and forward hooks of ``source.base``, and new, uninitialized weight and
-    bias.
+    """Makes a plain layer with the settings and forward hooks of ``source.base``.
+
+    The layer's weight and bias are new and uninitialized.
     """
     base, weight = source.base, source.weight
     layer: Any = type(base)(*((1,) * _SIZES[type(base)]), device="meta")
@@ -185,8 +196,8 @@ def _stand_in(source: Source) -> Any:
     for name, value in vars(layer).items():
         if not isinstance(value, (dict, set)):
             vars(layer)[name] = vars(base)[name]
-    # A model's first or last convolution has sdfastgn's hooks for layouts. The stand-in shares the dicts of
-    # hooks, because these hooks may be added and removed later.
+    # A model's first or last convolution has sdfastgn's hooks that change memory layouts. The plain layer
+    # shares the dicts of hooks with it, because these hooks may be added and removed later.
     for name in _HOOKS:
         vars(layer)[name] = vars(base)[name]
     # Inference mode is off, because tensors that are made in it are inference tensors, which count no writes.
@@ -202,24 +213,24 @@ def _stand_in(source: Source) -> Any:
 
 
 def is_merged_weight(tensor: Tensor) -> bool:
-    """True if ``tensor`` is a stand-in's weight or bias. Only this file writes into it, and counts this."""
+    """True if ``tensor`` is a merged weight or bias. Only this file writes into it, and counts each write."""
     return _merged.get(id(tensor)) is tensor
 
 
 def bias_or_zeros(bias: Tensor | None, like: Tensor) -> Tensor:
-    """The bias of a layer, to which the biases of its adapters are added. Zeros if it has none."""
+    """Returns ``bias``, to which the biases of adapters are added, or zeros if the layer has no bias."""
     return torch.zeros_like(like) if bias is None else bias
 
 
 def bias_factors(bias: Tensor, scale: float) -> Factors:
-    """The bias of an adapter (B's bias) as factors: ``scale * bias`` is the product of a column and a 1."""
+    """Writes an adapter's bias as a product of matrices, the column ``bias`` times a 1, for the kernel."""
     return Factors(bias.new_ones(1, 1), bias.view(-1, 1), scale)
 
 
 def write(found: Iterable[tuple[nn.Module, Source]]) -> list[Record]:
-    """Compute the merged weights of the wrappers in ``found``, in the current stream.
+    """Compute the merged weights of peft's LoRA layers in ``found``, in the current stream.
 
-    Returns the records of the wrappers.
+    Returns the layers' records.
     """
     found = list(found)
     devices = dict.fromkeys(source.weight.device for _, source in found)
@@ -248,15 +259,15 @@ def write_prepared(
     scales: Sequence[float],
     is_valid: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Compute merged weights from prepared parts (``prepared_sources.py``), in the current stream.
+    """Compute merged weights from adapters that were prepared before, in the current stream.
 
     Args:
-        those: (record, key, kept) for each wrapper. ``key`` and ``kept`` are passed to
+        those: (record, key, kept) for each LoRA layer. ``key`` and ``kept`` are passed to
             ``Record.note_prepared``.
         sums: computes the merged weights and biases of the records: a layer's weight or bias, plus the
             scaled products of its adapters' matrices.
         scales: the scales of the products, in the order of ``sums``.
-        is_valid: returns False if another thread has changed something since the parts were prepared. No
+        is_valid: returns False if another thread has changed something since the adapters were prepared. No
             thread can change a record between the call of ``is_valid`` and the write.
 
     Returns False if nothing was written because ``is_valid`` returned False.
@@ -327,13 +338,19 @@ def wait_for(written: tuple[int, torch.cuda.Event | None], device: torch.device)
 
 
 def new_record(layer: nn.Module, source: Source) -> Record:
-    """A record for the wrapper ``layer``, which has none: the record from before a move, if it fits."""
+    """Returns a record for the LoRA layer ``layer``, which has none.
+
+    If the layer was moved before, its former record is used again, provided that it fits.
+    """
     record = _moved.pop(layer, None)
     return record if record is not None and record.allocate(source) else Record(source)
 
 
 def is_record_of(layer: nn.Module, record: Record, source: Source) -> bool:
-    """True if ``layer`` has this ``record``, and it fits ``source``. After a move it gets memory again."""
+    """True if ``record`` is the record of ``layer``, and can hold the merged weights of ``source``.
+
+    If the layer was moved, which frees its merged weights, the record first gets memory again.
+    """
     if layer not in records and _moved.get(layer) is record:
         with changing:
             if layer not in records:
@@ -342,7 +359,7 @@ def is_record_of(layer: nn.Module, record: Record, source: Source) -> bool:
 
 
 def move(layer: nn.Module) -> None:
-    """Free the merged weights of the wrapper ``layer``, because it is moved."""
+    """Free the merged weights of the LoRA layer ``layer``, because ``.to()`` or a similar method moves it."""
     record = records.pop(layer, None)
     if record is not None:
         record.free()
@@ -350,15 +367,16 @@ def move(layer: nn.Module) -> None:
 
 
 def forget(layer: nn.Module) -> None:
-    """Free the merged weights of the wrapper ``layer``, and drop its ``Record``."""
+    """Free the merged weights of the LoRA layer ``layer``, and delete its ``Record``."""
     move(layer)
     _moved.pop(layer, None)
 
 
 def may_change(layer: nn.Module) -> None:
     """Mark the merged weights of ``layer`` as outdated, because other code may have changed its weights."""
-    # torch.compile cannot trace the ContextVar. The forward that it compiles only writes weights to subtract
-    # fused adapters that were turned off. Turning them off, by ``enable_adapters``, has called this function.
+    # torch.compile cannot trace the ContextVar below. The forward that torch.compile traces writes into
+    # weights only to subtract fused adapters that were turned off. Turning them off, by ``enable_adapters``,
+    # has called this function already.
     if torch.compiler.is_dynamo_compiling():
         return
     record = None if only_reads.get() else records.get(layer)

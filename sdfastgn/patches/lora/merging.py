@@ -1,7 +1,9 @@
-"""Gives a wrapper a *stand-in*: one plain layer, whose *merged weight* is W + the sum of scale * B @ A.
+"""Merges LoRA adapters: a layer with adapters runs as one plain layer with the weight W + sum(scale * B @ A).
 
-``wrappers.py`` says what a wrapper is. A stand-in is an ``nn.Linear`` or ``nn.Conv2d`` with separate memory.
-Fused code gets the stand-in from ``plain_layer``. The model's parameters are never changed.
+A *wrapper* is peft's LoRA layer around a layer of the model (``wrappers.py``). A *stand-in* is the plain
+layer that runs in place of a wrapper: an ``nn.Linear`` or ``nn.Conv2d`` with memory of its own for the
+*merged weight*, W + the sum of scale * B @ A. Fused code gets the stand-in from ``plain_layer``. The model's
+parameters are never changed.
 
 ``adopt`` gives a wrapper its stand-in, and changes the wrapper's class to one of ``peft_layers.py``, whose
 ``forward`` runs the stand-in. Each call checks whether the merged weight is up to date. It compares the
@@ -10,14 +12,16 @@ weight was computed. PyTorch does not count all writes in the version, so the co
 compared too (``contents.py``). If anything differs, the merged weight is computed again into the same memory.
 So a CUDA graph that reads this memory stays valid.
 
-- Calls without graphs compare layer by layer (``merged_layer``). At the first layer of each call of the
+- Calls without CUDA graphs compare layer by layer (``merged_layer``). At the first layer of each call of the
   model, the contents of all layers are compared (``_group_of``).
-- When a graph or a plan runs, an ``AdapterSurvey`` compares all layers of a model at once, in loops that run
-  in C. If the graph has read old weights, it runs again.
+- A CUDA graph, or a plan (a traced list of kernels), reads merged weights without running the layers. So an
+  ``AdapterSurvey`` compares all layers of a model at once, in loops that run in C. If the graph has read old
+  weights, it runs again.
 
 With gradients nothing is merged (``trained_adapters.py``). A layer runs peft's own code in these cases: under
-a compiler, in a trace, where no kernels run, if merging is forbidden (``allow``), if memory is too short for
-it, and if ``source_of`` returns a reason, such as other code's hooks, dropout or DoRA.
+a compiler, in a trace, where sdfastgn's kernels do not run, if merging is forbidden (``allow``), if there is
+not enough memory for the merged weight, and if ``source_of`` returns a reason, such as other code's hooks,
+dropout or DoRA.
 """
 
 from __future__ import annotations
@@ -51,16 +55,16 @@ from sdfastgn.patches.swap.fusion import restore_class
 
 _NO_MEMORY = "there was no memory for merged weights"
 
-# Wrapper -> all wrappers of the same model.
+# A dict from each of peft's LoRA layers to all LoRA layers of the same model.
 _siblings: weakref.WeakKeyDictionary[nn.Module, _Siblings] = weakref.WeakKeyDictionary()
 # All modules of the models for which ``allow`` has forbidden merged weights.
 _off: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# Wrappers that get no merged weights, because memory was too short. They run peft's code.
+# LoRA layers that get no merged weights, because memory was too short. They run peft's code.
 _short: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# Model -> the configurations of its adapters when ``adopt_new`` last looked. They are kept alive, so that no
-# other configuration gets their ids.
+# A dict from a model to the configurations of its adapters when ``adopt_new`` last looked at the model. The
+# configurations are kept alive, so that no other configuration gets their ids.
 _adopted: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
-# True inside of ``frozen``: while a graph is captured, merged weights may be read, but must not be written.
+# True while a CUDA graph is captured (``frozen``): merged weights may be read, but must not be written.
 _is_frozen: ContextVar[bool] = ContextVar("sdfastgn_frozen_adapters", default=False)
 # The factor by which the running call multiplies the scales of all adapters. It comes from the arguments of
 # the call.
@@ -72,9 +76,9 @@ class Merged:
     """Describes the layers of one model that run with merged weights, for the report.
 
     Attributes:
-        path: the model's path in the pipeline; the name of its class if it is on its own.
-        layers: number of layers.
-        bytes: size of the merged weights.
+        path: the model's path in the pipeline; the name of the model's class if it is in no pipeline.
+        layers: number of layers that run with merged weights.
+        bytes: size of the merged weights, in bytes.
         adapters: names of the adapters that are active in at least one of the layers.
     """
 
@@ -85,12 +89,13 @@ class Merged:
 
 
 class _Siblings:
-    """The wrappers of one model. If merged weights of several are outdated, one launch computes all of them.
+    """peft's LoRA layers of one model. One launch computes all their merged weights that are outdated.
 
     Attributes:
-        layers: the wrappers.
+        layers: the LoRA layers.
         calls: tells when a new call of the model begins.
-        batches: records that were written together, with the contents of their sources before this.
+        batches: for merged weights that were computed together: their records, and the contents of the
+            tensors from which they were computed.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
@@ -99,10 +104,10 @@ class _Siblings:
         self.batches: list[tuple[Contents, list[Record]]] = []
 
     def compare(self) -> None:
-        """Compare the contents of all sources. Mark merged weights of sources that changed as outdated.
+        """Find merged weights whose sources, the tensors that they were computed from, have other contents.
 
-        Do the same with merged weights that an ``AdapterSurvey`` has written, because the contents of their
-        sources are not known here.
+        Such merged weights are marked as outdated. The same is done with merged weights that a CUDA graph's
+        ``AdapterSurvey`` has written, because the contents of their sources are not known here.
         """
         batches, self.batches = self.batches, []
         for contents, written in batches:
@@ -114,8 +119,9 @@ class _Siblings:
                 record.touch()
 
     def write(self, found: list[tuple[nn.Module, Source]]) -> list[Record]:
-        """Compute the merged weights of the wrappers in ``found``. Returns their records."""
-        changed = [pair for pair in found if _has_other_sources(*pair)]  # other layers have only new scales
+        """Compute the merged weights of the LoRA layers in ``found``. Returns their records."""
+        # Of the other layers only scales have changed, so the contents recorded for their tensors stay valid.
+        changed = [pair for pair in found if _has_other_sources(*pair)]
         contents = _contents_of([source for _, source in changed]) if changed else None
         made = write(found)
         if contents is not None:
@@ -133,7 +139,10 @@ def _has_other_sources(layer: nn.Module, source: Source) -> bool:
 
 
 def _contents_of(sources: Iterable[Source]) -> Contents:
-    """The present contents of ``sources``: matrices of adapters are read wholly at each comparison."""
+    """Records the present contents of all tensors in ``sources``, to compare them later.
+
+    Later comparisons read the adapters' matrices wholly, and a part of each of the layers' own weights.
+    """
     tensors, whole = [], []
     for source in sources:
         of_layer = (source.weight, source.bias)
@@ -143,11 +152,11 @@ def _contents_of(sources: Iterable[Source]) -> Contents:
     return Contents(tensors, whole)
 
 
-# ---- which layers
+# ---- which layers run with merged weights
 
 
 def is_merged(layer: Any) -> bool:
-    """True if ``layer`` is a wrapper with a stand-in: a plain layer with merged weights."""
+    """True if ``layer`` is peft's LoRA layer, and has a plain layer with merged weights that runs instead."""
     return has_subclass(layer) and layer in records
 
 
@@ -157,7 +166,7 @@ def is_allowed(module: nn.Module) -> bool:
 
 
 def why_not(layer: Any) -> str | None:
-    """Why the wrapper ``layer`` cannot run with merged weights; None if it can."""
+    """Why peft's layer ``layer`` cannot run with merged weights; None if it can."""
     if layer in _short:
         return _NO_MEMORY
     if not is_wrapper(layer):
@@ -167,14 +176,14 @@ def why_not(layer: Any) -> str | None:
 
 
 def waits(layer: Any) -> bool:
-    """True if the next ``adopt`` gives merged weights to the wrapper ``layer``."""
+    """True if ``layer`` is a LoRA layer that has no merged weights yet, but can get them (``adopt``)."""
     return layer not in records and is_wrapper(layer) and _source_to_adopt(layer) is not None
 
 
 def merged_in(root: nn.Module, path: str = "") -> Merged:
     """Describes the layers in the model ``root`` that have merged weights.
 
-    ``path``: dotted path of ``root`` in its pipeline, for the report; empty if ``root`` is in no pipeline.
+    ``path``: the dotted path of ``root`` in its pipeline; empty if ``root`` is in no pipeline.
     """
     layers = [module for module in root.modules() if is_merged(module)]
     sizes = [t.nbytes for layer in layers for t in records[layer].layer.parameters()]
@@ -183,9 +192,9 @@ def merged_in(root: nn.Module, path: str = "") -> Merged:
 
 
 def has_new(root: nn.Module) -> bool:
-    """True if ``root`` has other adapters than when ``adopt_new`` last looked.
+    """True if ``root`` has other adapters than when ``adopt_new`` last looked for new ones.
 
-    peft lists the adapters of a model in its attribute ``peft_config``.
+    peft lists the adapters of a model in the model's attribute ``peft_config``.
     """
     now = _configurations(root)
     return bool(now) and list(map(id, now)) != list(map(id, _adopted.get(root, ())))
@@ -197,9 +206,10 @@ def _configurations(root: nn.Module) -> list[Any]:
 
 
 def allow(root: nn.Module, merges: bool) -> None:
-    """If ``merges``, allow merged weights in the model ``root`` and call ``adopt``.
+    """Allow or forbid merged weights in the model ``root``.
 
-    Otherwise forbid them, free those that exist, and call ``_adopt_for_training``.
+    If ``merges`` is True, the LoRA layers that can be merged get merged weights now. Otherwise all merged
+    weights are freed. Then only calls with gradients run sdfastgn's code in LoRA layers.
     """
     if not merges:
         release(root)
@@ -209,14 +219,14 @@ def allow(root: nn.Module, merges: bool) -> None:
     (adopt if merges else _adopt_for_training)(root)
 
 
-# ---- what runs
+# ---- what runs in place of a LoRA layer
 
 
 def plain_layer(layer: Any) -> Any:
-    """The layer that fused code runs in place of ``layer``.
+    """Returns the layer that fused code runs in place of ``layer``.
 
-    If ``layer`` is a wrapper with LoRA adapters that can run merged, this is its stand-in: a plain layer
-    whose merged weights are up to date. Otherwise it is ``layer`` itself.
+    If ``layer`` is peft's LoRA layer and can run merged, this is a plain layer whose merged weights are up to
+    date. Otherwise it is ``layer`` itself.
     """
     if not has_subclass(layer):
         return layer
@@ -225,10 +235,10 @@ def plain_layer(layer: Any) -> Any:
 
 
 def merged_layer(layer: nn.Module) -> Any:
-    """The stand-in of the wrapper ``layer``: a plain layer with merged weights, which are up to date.
+    """Returns the plain layer that runs in place of peft's LoRA layer ``layer``, or None if peft's code must.
 
-    If they were outdated, they are computed here. Inside of ``frozen``, RuntimeError is raised instead.
-    None if peft's code must run.
+    The plain layer's merged weights are up to date. If they were outdated, they are computed here. While a
+    CUDA graph is captured (``frozen``), RuntimeError is raised instead.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None
@@ -250,7 +260,8 @@ def merged_layer(layer: nn.Module) -> Any:
     if group is None:
         raise RuntimeError("an adapter changed during the call")
     if _is_capturing(source.weight):
-        # Other code captures this call. Its graph would compute the merged weights again at each replay.
+        # Other code captures this call as a CUDA graph. The graph would compute the merged weights again at
+        # each replay.
         return None
     try:
         record = _written(group, layer, factor)
@@ -260,14 +271,15 @@ def merged_layer(layer: nn.Module) -> Any:
         return None
     if record is None:
         return None
-    record.wait()  # the next write, perhaps in another stream, waits for this one
+    record.wait()  # so that the next write, perhaps in another stream, waits for the current stream
     return record.layer
 
 
 def _written(group: _Siblings, layer: nn.Module, factor: float) -> Record | None:
     """Bring the merged weights of ``layer`` up to date. Returns its record, or None if peft's code must run.
 
-    The sources are read while no other thread writes, so that old scales never replace newer ones.
+    Adapters and scales are read while no other thread writes merged weights. So weights with older scales
+    never replace weights with newer ones.
     """
     with changing:
         source = source_of(layer)
@@ -284,9 +296,12 @@ def _is_capturing(weight: Tensor) -> bool:
 
 
 def _group_of(layer: nn.Module, weight: Tensor) -> _Siblings:
-    """The wrappers of the model of ``layer``, whose contents were compared in this call of the model."""
+    """Returns all LoRA layers of the model that contains ``layer``.
+
+    If a call of the model begins with ``layer``, the contents of the layers' weights are compared first.
+    """
     group = _siblings.get(layer)
-    if group is None:  # a deepcopy or pickle made ``layer``, and no call has surveyed the copy's adapters yet
+    if group is None:  # ``layer`` was made by deepcopy or pickle, and ``adopt`` has not seen this copy yet
         group = _siblings[layer] = _Siblings([layer])
     if group.calls.begins(layer) and not _is_capturing(weight):
         group.compare()
@@ -294,9 +309,10 @@ def _group_of(layer: nn.Module, weight: Tensor) -> _Siblings:
 
 
 def _outdated_siblings(group: _Siblings, layer: nn.Module, factor: float) -> list[tuple[nn.Module, Source]]:
-    """Other wrappers than ``layer`` in ``group`` whose merged weights are outdated, with their sources.
+    """The LoRA layers in ``group`` besides ``layer`` whose merged weights are outdated, and their sources.
 
-    The caller computes all of them in one launch.
+    The source of a layer has the tensors and scales for its merged weight. The caller computes all these
+    merged weights in one launch.
     """
     found = []
     for other in group.layers:
@@ -315,17 +331,23 @@ def runs_merged(weight: Tensor) -> bool:
 
 
 def unfuse(layer: nn.Module) -> None:
-    """If adapters of ``layer`` are fused but turned off, subtract them, as peft's own forward would do."""
+    """Subtract the adapters of ``layer`` from its weight if they are fused into it but turned off.
+
+    peft's own forward would do the same.
+    """
     own: Any = vars(layer)
     if own["_disable_adapters"] and own["merged_adapters"]:
         layer.unmerge()  # type: ignore[operator]
 
 
-# ---- adopting and releasing
+# ---- giving merged weights to layers, and taking them away
 
 
 def adopt_new(root: nn.Module) -> bool:
-    """Call ``adopt`` if ``root`` has new adapters and can run merged weights now. Returns True if it did."""
+    """If ``root`` has new adapters, give merged weights to their layers, provided that these can run now.
+
+    Returns True if ``adopt`` was called.
+    """
     if not has_new(root) or torch.is_grad_enabled():
         return False
     weight = next(root.parameters(), None)
@@ -338,10 +360,10 @@ def adopt_new(root: nn.Module) -> bool:
 
 
 def adopt(root: nn.Module) -> list[nn.Module]:
-    """Give a stand-in to each wrapper in ``root`` whose adapters can be merged. Returns these wrappers.
+    """Give each of peft's LoRA layers in ``root`` that can be merged a plain layer for merged weights.
 
-    A wrapper is peft's layer, and its stand-in is a plain layer with merged weights. Where no kernels run,
-    nothing is done. If there is not enough memory for all stand-ins, no wrapper gets one.
+    Returns these LoRA layers. Nothing is done where sdfastgn's kernels do not run. If there is not enough
+    memory for the merged weights of all layers, no layer gets them.
     """
     own = subclasses()
     if not own or root in _off:
@@ -374,7 +396,7 @@ def adopt(root: nn.Module) -> list[nn.Module]:
 
 
 def _adopt_for_training(root: nn.Module) -> None:
-    """Give wrappers of linear layers in ``root`` the class of ``peft_layers.py``, but no merged weights.
+    """Give peft's linear LoRA layers in ``root`` the class of ``peft_layers.py``, but no merged weights.
 
     In calls with gradients this class runs the code of ``trained_adapters.py``, in others peft's code.
     """
@@ -396,18 +418,16 @@ def _source_to_adopt(module: nn.Module) -> Source | None:
 
 
 def stand_in_of(layer: Any) -> Any:
-    """The stand-in of ``layer``: a plain layer with merged weights, which may be outdated here.
+    """Returns the plain layer with merged weights that runs in place of the LoRA layer ``layer``.
 
-    ``layer`` itself if it has no stand-in.
+    The merged weights may be outdated. Returns ``layer`` itself if it has none.
     """
     record = records.get(layer) if has_subclass(layer) else None
     return layer if record is None else record.layer
 
 
 def release(root: nn.Module) -> None:
-    """Undo ``adopt`` and ``_adopt_for_training``: give all wrappers in ``root`` peft's class again, and free
-    the merged weights.
-    """
+    """Give all LoRA layers in ``root`` peft's class again, and free their merged weights."""
     for module in root.modules():
         if has_subclass(module):
             restore_class(module)
@@ -419,7 +439,7 @@ def give_back(root: nn.Module | None = None) -> int:
 
     From now on these layers run peft's code. ``root``: None for all models.
     """
-    # Other threads may add keys meanwhile. ``keyrefs`` copies the keys in one step.
+    # Other threads may add entries to ``records`` during the loop. ``keyrefs`` copies the keys at once.
     every = [ref() for ref in records.keyrefs()] if root is None else root.modules()
     layers = [layer for layer in every if layer is not None and is_merged(layer)]
     for layer in layers:
@@ -429,7 +449,7 @@ def give_back(root: nn.Module | None = None) -> int:
 
 
 def leave(module: nn.Module) -> None:
-    """Free the merged weights of ``module``. From now on it may get merged weights, like a new module."""
+    """Free the merged weights of ``module``. It may get merged weights again, even if that was forbidden."""
     forget(module)
     _off.discard(module)
     _short.discard(module)
@@ -438,10 +458,11 @@ def leave(module: nn.Module) -> None:
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """A context, for a capture, in which merged weights are not written.
+    """A context for the capture of a CUDA graph, in which merged weights are not written.
 
-    A call whose merged weights are outdated raises RuntimeError. They do not count as outdated because code
-    of the model reads ``layer.weight``, as diffusers' ``ImageProjection`` does in each call.
+    If merged weights are outdated, the call raises RuntimeError. Usually merged weights also count as
+    outdated after other code has read ``layer.weight``, because it may write into this tensor. Here they do
+    not, because the model's own forward may read it: diffusers' ``ImageProjection`` does so in each call.
     """
     tokens = _is_frozen.set(True), only_reads.set(True)
     try:
@@ -456,7 +477,7 @@ def is_frozen() -> bool:
 
 
 def factor_now() -> float:
-    """The factor of the innermost ``scaled``; 1.0 outside of it."""
+    """The number by which the running call multiplies the scales of all adapters; usually 1.0."""
     return _factor.get()
 
 

@@ -19,15 +19,15 @@ from sdfastgn.patches.lora import merged_weights, merging, wrappers
 from sdfastgn.patches.lora.trained_adapters import trained
 from sdfastgn.patches.swap.fusion import register_fused
 
-# Attributes through which other code reaches the weights. It may write into them, so merged weights count as
-# outdated after one of these attributes was read.
+# Attributes of peft's LoRA layer through which other code reaches the weights. Such code may write into the
+# weights. So merged weights count as outdated after one of these attributes was read.
 _DOORS = frozenset(("base_layer", "lora_A", "lora_B"))
 
 
 class _MergedLayer(nn.Module):
-    """The methods that ``MergedLinear`` and ``MergedConv2d`` share.
+    """The methods of LoRA layers that run with merged weights (``merging.py``).
 
-    They run merged weights (``merging.py``), and notice when other code may change the weights.
+    The methods also notice when other code may change the weights of the layer or its adapters.
     """
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,10 +40,11 @@ class _MergedLayer(nn.Module):
         return super().__getattr__(name)
 
     def set_adapter(self, adapter_names: Any, *args: Any, **kwargs: Any) -> None:
-        """peft's method. It reads the adapters' layers, but writes no weight: merged weights stay valid.
+        """Runs peft's method ``set_adapter``, but skips it if it would change nothing.
 
-        It is skipped if it would change nothing. diffusers calls it for each layer when only scales change,
-        and it takes most of the time of ``set_adapters``.
+        peft's method reads the adapters' layers, but writes no weight, so merged weights stay valid.
+        diffusers calls it for each layer even when only scales change, and it takes most of the time of
+        ``set_adapters``.
         """
         if not (args or kwargs) and self._is_set(adapter_names):
             vars(self)["_active_adapter"] = adapter_names
@@ -60,12 +61,14 @@ class _MergedLayer(nn.Module):
         own: Any = vars(self)
         if type(names) is not list or names != own["_active_adapter"]:
             return False
-        # The parameters that this dict names never require gradients, so the comparison below would be wrong.
+        # ``frozen_peft_weight_names`` names parameters that never require gradients. The comparison below
+        # would be wrong for them.
         if getattr(self, "frozen_peft_weight_names", None):
             return False
         for kind in self.adapter_layer_names:
             part = own["_modules"].get(kind)
-            if part is None or part._parameters:  # true for adapters of embeddings, which are not checked
+            # Adapters of embeddings have parameters here. They are not checked.
+            if part is None or part._parameters:
                 return False
             for name, layer in part._modules.items():
                 is_active = name in names

@@ -1,8 +1,9 @@
-"""Prepares the source of a wrapper (``sources.py``) once for each adapter, whatever its scale.
+"""Prepares each LoRA adapter of a layer once, so that the adapters can be merged with any scales later.
 
-When other adapters become active, or get other scales, an ``AdapterSurvey`` (``adapter_survey.py``) only
-combines prepared parts. That is possible while all tensors and layers are as they were when the parts were
-prepared.
+A merged weight is the layer's weight plus the sum of scale * B @ A over the active adapters. When other
+adapters become active, or get other scales, an ``AdapterSurvey`` (``adapter_survey.py``) only combines what
+was prepared for each adapter. That is possible as long as all tensors and layers are the same as when the
+adapters were prepared.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ class _Adapter(NamedTuple):
     """An adapter of one layer, with everything that can be computed before its scale is known.
 
     Attributes:
-        layout: what ``_layout_of`` returns for the tensors.
+        layout: the identity, address, shape, strides and dtype of the tensors. If it changes, the adapter
+            must be prepared again.
         tensors: A, B and the bias of B, or None for no bias.
-        weight, bias: the ``Factors`` that the adapter adds to the layer's weight and bias, with the scale 1.
-        weight_pair, bias_pair: what ``pair_of`` returns for ``weight`` and ``bias``. None if the kernel
-            cannot compute their sums.
+        weight, bias: the products that the adapter adds to the layer's weight and bias, with the scale 1.
+        weight_pair, bias_pair: the same products, prepared as arguments of the kernel that computes the sums.
+            None if the kernel cannot compute them.
     """
 
     layout: tuple[Any, ...]
@@ -38,16 +40,17 @@ class _Adapter(NamedTuple):
 
 
 class PreparedLayer:
-    """The prepared parts of a wrapper (peft's layer), and their combination for the active adapters.
+    """The prepared adapters of one of peft's LoRA layers, and their combination for the active adapters.
 
     Attributes:
-        record: the record of the wrapper's merged weight (``merged_weights.py``).
+        record: the ``Record`` of the layer's merged weight (``merged_weights.py``).
         names: the adapters that were combined last.
         with_bias: the items of ``names`` whose adapters have a bias.
         sums: the sums for the merged weight and bias. Their scales are 1: the real scales are arguments of
             ``LowRankSums.compute``.
-        prepared: what ``matrix_of`` and ``pair_of`` return for each of ``sums``.
-        key: the key of the combination (``Source.key``), without the scales.
+        prepared: for each of ``sums``, its prepared arguments of the kernel that computes it.
+        key: identity, address and version of each combined tensor. With the scales, it tells whether the
+            merged weight is up to date.
         kept: the combined tensors and their storages, in the order of ``key``.
     """
 
@@ -62,12 +65,12 @@ class PreparedLayer:
         self._adapters: dict[str, _Adapter] = {}
 
     def update(self, source: Source, names: list[str], storages: dict[int, StorageWeakRef]) -> None:
-        """Prepares the present tensors. Parts that were prepared from the same tensors before are kept.
+        """Prepares the active adapters. What was prepared from the same tensors before is kept.
 
         Args:
-            source: the wrapper's source.
-            names: its active adapters.
-            storages: id of each tensor of the wrapper -> its storage.
+            source: the tensors and scales from which the layer's merged weight is computed.
+            names: the layer's active adapters.
+            storages: a dict from the id of each tensor of the layer to a weak reference to its storage.
         """
         self._source, self._storages = source, storages
         self.names: list[str] | None = None
@@ -94,10 +97,10 @@ class PreparedLayer:
                 self._adapters[name] = adapter
 
     def combine(self, names: list[str]) -> bool:
-        """Combines the prepared parts of the adapters ``names``. Returns False if one cannot be merged.
+        """Combines the prepared adapters ``names``. Returns False if one of them cannot be merged.
 
-        Also returns False if the sum of the layer and these adapters has a bias, and the stand-in (the plain
-        layer for the merged weights) has none, or the reverse.
+        Also returns False if the plain layer with the merged weights has no bias but needs one, or has a bias
+        but needs none. It needs one if the model's own layer or one of these adapters has a bias.
         """
         found = []
         for name in names:
@@ -128,12 +131,12 @@ class PreparedLayer:
         return True
 
     def _prepare(self, name: str) -> _Adapter | None:
-        """Makes the ``_Adapter`` for the adapter ``name`` from its tensors. None if it cannot be merged."""
+        """Prepares the adapter ``name``. Returns None if it cannot be merged."""
         found = adapter_of(self._layer, self._source, name)
         return None if found is None else self._add(name, *found)
 
     def _add(self, name: str, a: Tensor, b: Tensor, bias: Tensor | None) -> _Adapter:
-        """Makes and stores the ``_Adapter`` for the adapter ``name``. a, b, bias: its tensors."""
+        """Prepares the adapter ``name`` with the tensors a, b and bias, and stores the result."""
         of_bias = None if bias is None else bias_factors(bias, 1.0)
         matrix, bias_matrix = self._matrix, self._bias_matrix
         adapter = self._adapters[name] = _Adapter(

@@ -1,6 +1,7 @@
-"""Finds the *source* of a wrapper: the tensors and scales from which its merged weight is computed.
+"""Finds the *source* of a merged weight: the tensors and scales from which it is computed.
 
-``wrappers.py`` says what a wrapper is, and ``merging.py`` what a merged weight is.
+A *wrapper* is peft's LoRA layer around a linear layer or 2-D convolution of the model. Its *merged weight* is
+the layer's weight plus the sum of scale * B @ A over the active adapters.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from sdfastgn.patches.swap.fusion import is_unhooked
 from sdfastgn.patches.swap.hooks import LAYOUT_HOOKS
 from sdfastgn.patches.swap.numpy_numbers import is_numpy_real
 
-# The settings that must be equal in the wrapped convolution, in the adapter's first convolution (A), and in
-# the stand-in: the convolution that has the merged weights (``merging.py``).
+# The settings that must be equal in three convolutions: the model's own, the first one of a LoRA adapter (A),
+# and the plain convolution that runs with the merged weights.
 OF_CONV = ("stride", "padding", "dilation", "groups", "padding_mode")
 
 
 def is_class_of_scales(kind: type) -> bool:
-    """True for the class of a scale that can be merged: int, float, or such a class of NumPy."""
+    """True if a LoRA scale of class ``kind`` can be merged: int, float, or one of NumPy's real numbers."""
     return issubclass(kind, (int, float)) or is_numpy_real(kind)
 
 
 class Source(NamedTuple):
-    """The tensors and scales from which the merged weight and bias of one wrapper are computed.
+    """The tensors and scales from which the merged weight and bias of one LoRA layer are computed.
 
     Attributes:
-        base: the wrapped layer.
+        base: the model's own layer, which is inside peft's LoRA layer.
         weight, bias: the parameters of ``base``.
         pairs: (A, B, bias of B or None, scale) for each active adapter.
     """
@@ -57,19 +58,23 @@ class Source(NamedTuple):
         return self._replace(pairs=tuple((a, b, bias, s * factor) for a, b, bias, s in self.pairs))
 
     def key(self, tensors: list[Tensor]) -> tuple[Any, ...]:
-        """A value that changes if the merged weight would change. ``tensors``: ``self.tensors``."""
+        """A value that changes if a tensor or scale of the merged weight changes, as far as PyTorch counts.
+
+        ``tensors``: the result of ``self.tensors``.
+        """
         return *state_of(tensors), tuple([pair[3] for pair in self.pairs])
 
 
 def state_of(tensors: list[Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Ids, addresses and numbers of writes of ``tensors``: the first three items of ``Source.key``."""
+    """Returns three tuples: the ids, the addresses and the version counters of ``tensors``."""
     return tuple(map(id, tensors)), tuple(map(Tensor.data_ptr, tensors)), tuple(map(version_of, tensors))
 
 
 def active_adapters(own: dict[str, Any]) -> list[str]:
-    """Names of the adapters that a wrapper applies. Empty if they are turned off or fused into the layer.
+    """Names of the adapters that peft's LoRA layer applies in a call.
 
-    ``own``: the wrapper's ``__dict__``.
+    Empty if the adapters are turned off or fused into the layer's weight. ``own``: the ``__dict__`` of the
+    LoRA layer.
     """
     if own["_disable_adapters"] or own["merged_adapters"]:
         return []
@@ -79,7 +84,10 @@ def active_adapters(own: dict[str, Any]) -> list[str]:
 
 
 def source_of(layer: nn.Module) -> Source | str:
-    """The source of the merged weight of the wrapper ``layer``, or the reason why there can be none."""
+    """Returns the tensors and scales for the merged weight of peft's LoRA layer ``layer``.
+
+    If the layer cannot be merged, returns the reason instead, as a string.
+    """
     own = vars(layer)
     if type(own["scaling"]) is not dict:
         return "its scales are in a dict of another class"
@@ -90,8 +98,9 @@ def source_of(layer: nn.Module) -> Source | str:
         return "the layer in it is not plain"
     if kind is nn.Conv2d and (base.groups != 1 or "_conv_forward" in vars(base)):
         return "its convolution has groups, or was changed"
-    # sdfastgn's hooks for layouts are allowed on ``base``, because the stand-in runs them too: it shares the
-    # dicts of hooks (``_stand_in`` in ``merged_weights.py``).
+    # sdfastgn's hooks that change memory layouts are allowed on ``base``. The plain layer with the merged
+    # weights runs these hooks too, because it shares the dicts of hooks (``_stand_in`` in
+    # ``merged_weights.py``).
     if not (is_unhooked(layer) and is_unhooked(base, except_for=LAYOUT_HOOKS)):
         return "it has hooks"
     parameters = base._parameters
@@ -121,7 +130,7 @@ def _refusal_of(tensors: list[Tensor], device: Any) -> str | None:
 def adapter_of(layer: nn.Module, source: Source, name: str) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Returns (A, B, bias of B or None) of the adapter ``name``. None if it cannot be merged.
 
-    ``source``: a source of the wrapper ``layer``, perhaps with other adapters.
+    ``source``: a ``Source`` of peft's LoRA layer ``layer``, which may be for other adapters.
     """
     pair = _pair(layer, type(source.base), name)
     if isinstance(pair, str) or _refusal_of([t for t in pair[:3] if t is not None], source.weight.device):
@@ -130,7 +139,10 @@ def adapter_of(layer: nn.Module, source: Source, name: str) -> tuple[Tensor, Ten
 
 
 def is_plain_adapter(own: dict[str, Any], name: str) -> bool:
-    """True if an adapter has no dropout and is no variant of LoRA. ``own``: the wrapper's ``__dict__``."""
+    """True if the adapter ``name`` has no dropout and is no variant of LoRA, such as DoRA.
+
+    ``own``: the ``__dict__`` of peft's LoRA layer.
+    """
     is_variant = name in own.get("lora_variant", ()) or own.get("use_dora", {}).get(name)
     return not is_variant and type(own["_modules"]["lora_dropout"]._modules.get(name)) is nn.Identity
 
@@ -138,7 +150,7 @@ def is_plain_adapter(own: dict[str, Any], name: str) -> bool:
 def _pair(layer: nn.Module, kind: Any, name: str) -> Any:
     """Returns (A, B, bias of B or None, scale) of the adapter ``name``, or why it cannot be merged.
 
-    ``layer``: the wrapper. ``kind``: the class of the wrapped layer.
+    ``layer``: peft's LoRA layer. ``kind``: the class of the model's own layer inside it.
     """
     own: Any = vars(layer)
     modules = own["_modules"]

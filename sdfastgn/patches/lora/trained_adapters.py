@@ -1,9 +1,9 @@
 """Runs frozen linear layers with LoRA adapters in training, with fewer passes over their results.
 
-The forward of a wrapper (``wrappers.py``) runs the layer in it. Then, for each adapter, it runs two small
-layers (A and B), multiplies their result by a scale, and adds it to the layer's result. Under autocast the
-layer and each A cast the input separately. Here the input is cast once, and the matrix product with B adds to
-the layer's result in place.
+The forward of peft's LoRA layer runs the model's own layer. Then, for each adapter, it runs two small layers
+(A and B), multiplies their result by a scale, and adds the product to the own layer's result. Under autocast
+the own layer and each A cast the input separately. Here the input is cast once, and the matrix product with B
+adds to the own layer's result in place.
 
 Layers that read the same input can run as one layer: one matrix product with their weights, which lie side by
 side in memory (``layers/packed_weights.py``), one with all A, and one with all B. All steps are PyTorch's
@@ -15,11 +15,11 @@ by the scale, and each sum.
 peft's own code runs
 
 - for adapters that ``source_of`` refuses, such as adapters with dropout or hooks, and DoRA;
-- for wrappers without active adapters;
+- for LoRA layers without active adapters;
 - for adapters with biases, and for convolutions;
 - for layers whose own weights are trained;
 - if dtypes differ, except under autocast;
-- under compilers, in traces, and where no kernels run.
+- under compilers, in traces, and where sdfastgn's kernels do not run.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ from sdfastgn.patches.lora.sources import Source, source_of
 from sdfastgn.patches.lora.wrappers import is_wrapper
 from sdfastgn.patches.swap.fusion import is_unhooked, parameters_of
 
-# Layers run as one if the ranks of all their adapters add up to at most this. The matrix with all B has zeros
-# beside each B. With larger ranks the products with these zeros take more time than one product saves.
+# Linear layers with the same input run as one matrix product if the ranks of all their LoRA adapters add up
+# to at most this. The matrices B of all adapters then form one block-diagonal matrix. With larger ranks the
+# multiplications by its zeros take more time than one product saves.
 _MOST_RANKS = 64
 
 
 def trained(layer: Any, x: Tensor) -> Tensor | None:
-    """Computes ``layer(x)`` for a wrapper in training. None if peft's own code must run."""
+    """Computes ``layer(x)`` for peft's LoRA layer in training. Returns None if peft's own code must run."""
     sources = trained_sources((layer,), x)
     return None if sources is None else adapted(x, sources[0].weight, sources[0].bias, sources)
 
 
 def trained_sources(layers: Sequence[Any], x: Tensor) -> list[Source] | None:
-    """The ``Source`` of each of ``layers``, which read the same x. None if they must be called one by one.
+    """Returns the weights and adapters (``Source``) of each of ``layers``, which all read x.
 
-    A plain ``nn.Linear`` among them has a source without adapters. If no layer has an adapter, the result is
-    None too.
+    A plain ``nn.Linear`` among them has a ``Source`` without adapters. Returns None if the layers must be
+    called one by one, or if none of them has an adapter.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not dispatch.has_kernels(x):
         return None
@@ -78,14 +79,14 @@ def _source(layer: Any) -> Source | None:
     if not is_wrapper(layer):
         return None
     source = source_of(layer)
-    # A wrapper without active adapters runs peft's code, which may have to subtract adapters that were fused
-    # into the layer.
+    # A LoRA layer without active adapters runs peft's code, which may have to subtract adapters that were
+    # fused into the weight.
     is_trained = not isinstance(source, str) and type(source.base) is nn.Linear and source.pairs
     return source if is_trained else None  # type: ignore[return-value]
 
 
 def adapted(x: Tensor, weight: Tensor, bias: Tensor | None, sources: Sequence[Source]) -> Tensor:
-    """Computes several linear layers with adapters at once: (..., the columns of all layers side by side).
+    """Computes several linear layers with adapters at once. Returns (..., columns of all layers together).
 
     Args:
         x: (..., K), the input of all layers.

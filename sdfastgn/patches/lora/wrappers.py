@@ -1,7 +1,7 @@
-"""Finds *wrappers*: layers of peft, in which are a layer of the model and the small layers of its adapters.
+"""Finds *wrappers*: layers of peft that contain a layer of the model, and the small layers of its adapters.
 
-Only wrappers for LoRA around a linear layer or 2-D convolution are found here. ``peft_layers.py`` has a
-subclass of peft's class for each of the two, which sdfastgn gives to wrappers.
+Only wrappers for LoRA around a linear layer or 2-D convolution are found here. For each of these two,
+``peft_layers.py`` has a subclass of peft's class. sdfastgn changes the class of wrappers to these subclasses.
 """
 
 from __future__ import annotations
@@ -13,38 +13,43 @@ from typing import Any
 
 from torch import nn
 
-# The Python module in which peft defines its wrappers for LoRA.
+# The Python module in which peft defines its LoRA layers.
 PEFT = "peft.tuners.lora.layer"
 
-# peft's class -> its subclass, and all subclasses. Empty until ``peft_layers.py`` is imported.
+# sdfastgn's subclasses of peft's LoRA layers: by peft's class, and as a set. Both are empty until
+# ``peft_layers.py`` is imported.
 _subclasses: dict[type[nn.Module], type[nn.Module]] = {}
 _own: set[type[nn.Module]] = set()
 
 
 def know(subclasses: Mapping[type[nn.Module], type[nn.Module]]) -> None:
-    """Record the classes of ``peft_layers.py``, which calls this when it is imported."""
+    """Record the subclasses of peft's LoRA layers. ``peft_layers.py`` calls this when it is imported."""
     _subclasses.update(subclasses)
     _own.update(subclasses.values())
 
 
 def subclasses() -> Mapping[type[nn.Module], type[nn.Module]]:
-    """peft's class -> its subclass. Empty until other code has imported peft's layers."""
+    """The subclass of each of peft's LoRA classes. Empty until other code has imported peft's layers."""
     if not _subclasses and PEFT in sys.modules:
-        importlib.import_module("sdfastgn.patches.lora.peft_layers")  # which imports this file
+        # This import cannot stand at the top, because ``peft_layers`` imports this file, and imports peft.
+        importlib.import_module("sdfastgn.patches.lora.peft_layers")
     return _subclasses
 
 
 def has_subclass(layer: Any) -> bool:
-    """True if ``layer`` is a wrapper to which sdfastgn has given a class of ``peft_layers.py``."""
+    """True if ``layer`` is peft's LoRA layer, and sdfastgn has changed its class to a subclass."""
     return type(layer) in _own
 
 
 def is_wrapper(layer: Any) -> bool:
-    """True if ``layer`` is a wrapper. Its class is peft's, or the subclass that sdfastgn gave it."""
+    """True if ``layer`` is peft's LoRA layer around a linear layer or 2-D convolution.
+
+    Its class may also be the subclass that sdfastgn has given it.
+    """
     kind = type(layer)
     return kind in _own or (kind.__module__ == PEFT and kind.__qualname__ in ("Linear", "Conv2d"))
 
 
 def wrapped_layer(layer: Any) -> Any:
-    """The layer inside of ``layer``, if ``layer`` is a wrapper; else ``layer`` itself."""
+    """The model's own layer inside ``layer`` if ``layer`` is peft's LoRA layer; else ``layer`` itself."""
     return layer._modules["base_layer"] if is_wrapper(layer) else layer
