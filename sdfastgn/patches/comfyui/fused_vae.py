@@ -36,7 +36,7 @@ _BUFFER = 2**22
 
 
 class FusedVAE(comfy.sd.VAE):
-    """ComfyUI's ``VAE`` for an optimized autoencoder: fused between calls, and with a faster way of pixels."""
+    """ComfyUI's ``VAE`` for an optimized autoencoder. It calls ComfyUI's methods."""
 
     @property
     def output_device(self) -> torch.device:
@@ -46,7 +46,7 @@ class FusedVAE(comfy.sd.VAE):
 
     @output_device.setter
     def output_device(self, device: torch.device) -> None:
-        vars(self)["output_device"] = device
+        self.__dict__["output_device"] = device
 
     def decode(self, samples_in: Tensor, *args: Any, **options: Any) -> Any:
         host = self.output_device
@@ -71,8 +71,8 @@ class FusedVAE(comfy.sd.VAE):
 
         The arguments are those of ComfyUI's method.
         """
-        # ``image_of`` takes the arguments of the tested versions of ComfyUI's method. If the installed version
-        # was not tested, no model is fused, and ComfyUI's method gets the arguments.
+        # ``image_of`` takes the arguments of the tested versions of ComfyUI's method. If another version is
+        # installed, no model is fused, and ComfyUI's method gets the arguments.
         fusions = tiled_decode.AUTOENCODERS
         is_fused = any(fusion.is_applied(self.first_stage_model) for fusion in fusions)
         image = tiled_decode.image_of(self, *args, **options) if is_fused else None

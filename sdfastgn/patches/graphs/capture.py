@@ -194,9 +194,7 @@ def capture_call(
             raise Unsupported("its forward changes the lists or dicts that it is given")
         return output
 
-    # ``watch_of_now`` raises if the state of the model cannot be recorded. So such a model gets no warm-up:
-    # the additional call might have a lasting effect that nobody notices.
-    watch = watch_of_now()
+    watch = watch_of_now()  # raises before a warm-up, which could change a model that cannot be watched
     if not is_warm:
         with backend.ordered():
             kind.warm_up(module, buffers, run)
@@ -213,8 +211,7 @@ def capture_call(
     except Exception as error:
         if not is_warm:
             raise Unsupported(f"capture failed: {one_line(error)}") from error
-    # The capture failed, although an earlier call of this thread had compiled the kernels. So something has
-    # changed since that call. The capture is tried once more, this time after a warm-up.
+    # The capture failed although kernels were compiled in an earlier call. A new warm-up may help.
     if graph is None:
         given = kind, module, forward, call, backend, watch_of_now
         return capture_call(*given, is_warm=False, scratch=scratch)

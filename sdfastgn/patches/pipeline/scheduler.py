@@ -175,9 +175,7 @@ def _overrides(stock: Any) -> dict[str, Any]:
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_recorded():
             return stock.set_timesteps(self, *args, **kwargs)
-        # Inference mode is off, so that PyTorch counts writes into the timesteps. This alone would turn
-        # gradients on, so the grad mode is set to its present value.
-        grad = torch.is_grad_enabled()
+        grad = torch.is_grad_enabled()  # it stays: leaving inference mode alone would turn gradients on
         with torch.inference_mode(False), torch.set_grad_enabled(grad), PinnedCopies() as copies:
             result = stock.set_timesteps(self, *args, **kwargs)
         _copy_of(self, self.timesteps, copies.on_host(self.timesteps))
