@@ -175,7 +175,8 @@ def _overrides(stock: Any) -> dict[str, Any]:
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_recorded():
             return stock.set_timesteps(self, *args, **kwargs)
-        grad = torch.is_grad_enabled()  # it stays: leaving inference mode alone would turn gradients on
+        # Inference mode is off, so that PyTorch counts writes into the timesteps. The gradient mode stays.
+        grad = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(grad), PinnedCopies() as copies:
             result = stock.set_timesteps(self, *args, **kwargs)
         _copy_of(self, self.timesteps, copies.on_host(self.timesteps))
