@@ -207,17 +207,17 @@ class Rewriter:
         return self.new(steps.permute, (x, dims), to, dtype(x))
 
     def images(self, video: Node) -> Node:
-        """The frames of a video (N, C, T, H, W), in order, as images (N * T, C, H, W)."""
+        """Makes a view of a video (N, C, T, H, W) as images (N * T, C, H, W): its frames in order."""
         N, C, T, *image = shape(video)
         return self.reshape(self.permute(video, TO_FRAMES), (N * T, C, *image))
 
     def video(self, images: Node, N: int) -> Node:
-        """``N`` videos whose frames are ``images``."""
+        """Makes a view of ``images`` as ``N`` videos (N, C, T, H, W), whose frames they are, in order."""
         count, *image = shape(images)
         return self.permute(self.reshape(images, (N, count // N, *image)), TO_FRAMES)
 
     def cut(self, x: Node, dim: int, start: int, length: int) -> Node:
-        """``length`` elements of axis ``dim`` from ``start`` on."""
+        """Makes a view of ``length`` elements of axis ``dim`` of x, beginning at ``start``."""
         if length == shape(x)[dim]:
             return x
         if has(x, steps.cut) and x.args[1] == dim:
