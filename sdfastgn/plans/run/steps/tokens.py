@@ -127,8 +127,8 @@ def attention(
 ) -> Tensor:
     """Computes what ``aten.scaled_dot_product_attention`` computes, without dropout.
 
-    This package's own kernels run for sequences of few tokens, for heads of more than 256 channels, and for
-    few keys.
+    This package's own kernels run for many samples of few tokens, for heads of more than 256 channels, and
+    for few keys.
     """
     is_positive = mask is None and (scale is None or scale > 0)
     if is_positive and (y := over_frames.attend_in_samples(q, k, v, is_causal, scale)) is not None:
