@@ -7,6 +7,6 @@ No file in this folder names a model. A call passes through the parts of the fol
 - ``rewrite``: passes over the graph. They replace PyTorch's ops by *steps*: functions that call this
   package's kernels, or PyTorch's matrix products and convolutions.
 - ``run``: the steps, and the class ``Plan``, which runs the steps of a graph for new tensors.
-- ``guard`` and ``forward``: before or while a plan runs, the model and its code are compared with what was
-  traced. If they have changed, the plan is dropped.
+- ``forward`` runs the plan in later calls. Before or meanwhile, ``guard`` compares the model and its code
+  with their state during the trace. If they have changed, the plan is dropped.
 """

@@ -27,8 +27,8 @@ from sdfastgn.patches.lora.merged_weights import changing
 from sdfastgn.patches.lora.merging import is_frozen
 from sdfastgn.plans.trace.traced import Traced, Untraceable
 
-# A plan runs at most this many times for one call. It runs again if another thread has changed adapters while
-# the plan read the merged weights.
+# A plan, which replaces the Python of a traced call, runs at most this many times for one call. It runs again
+# if another thread has changed adapters while the plan read the merged weights.
 _MOST_RUNS = 4
 _OTHERS = "another thread changes its adapters"
 
@@ -61,7 +61,8 @@ class Adapters:
         if has_adapters(module):
             why = "code that they run was replaced" if has_replaced else reason_not_merged(module)
             if why is None:
-                # Merged weights get the strides of the weights from which they are computed.
+                # Merged weights get the strides of the weights from which they are computed. So these are
+                # made channels-last first.
                 channels_last.lay_out_weights(module)
         self.survey = AdapterSurvey(module, merges=why is None)
         if why is None and not self.survey.takes_scale:
@@ -80,7 +81,10 @@ class Adapters:
         return scale
 
     def refresh(self, factor: float) -> None:
-        """Bring all merged weights up to date, with all scales multiplied by ``factor``. Raises Unmerged."""
+        """Bring all merged weights up to date, with the scales of all adapters multiplied by ``factor``.
+
+        Raises Unmerged if the adapters cannot be merged any more.
+        """
         if not self.survey.refresh(factor):
             raise Unmerged(self.survey.reason)
 

@@ -123,7 +123,7 @@ def _gets_plans(patcher: Any) -> bool:
     if planning.has_plans_now(root):
         return True
     modules = list(root.modules())
-    is_untried = not planning.is_convolutional(modules)  # transformers were not tried as plans in ComfyUI
+    is_untried = not planning.is_convolutional(modules)  # plans of transformers were not tested in ComfyUI
     if _KEY not in patcher.injections or is_untried or not planning.gets_plans(root):
         return False
     if report.untested_in(root):
@@ -142,7 +142,7 @@ def _put_in(patcher: Any) -> None:
         former = _taken_out.pop(root, ())
         planning.install(root, True, TRUSTED, former=former)
         if any(planned.plans for planned in former):
-            channels_last.lay_out_weights(root)  # these plans were traced with channels-last weights
+            channels_last.lay_out_weights(root)  # the former plans were traced with channels-last weights
 
 
 def _take_out(patcher: Any, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -151,6 +151,6 @@ def _take_out(patcher: Any, is_finalizing: Callable[[], bool] = sys.is_finalizin
     root = root_of(patcher)
     former = planning.take_off(root)
     for planned in former:
-        planned.moved()  # ComfyUI may move the weights next, and their old memory must be free then
+        planned.moved()  # drops references to weights: ComfyUI may move them next, to free memory
     if former:
         _taken_out[root] = former

@@ -83,8 +83,8 @@ _TRACES = 2
 # If the model changes again and again after fewer calls than this, it runs its own code for a while. A trace
 # takes as long as the Python code of 30 to 60 calls, and a plan saves only a part of that in each call.
 SHORT_LIFE = 16
-# Which keys an attention mask hides is computed in the call in which the same mask occurs for this number of
-# times. For a module with CUDA graphs it is one time more, because each of its calls looks twice.
+# The keys that an attention mask hides are counted when the same mask was looked up this number of times. For
+# a module with CUDA graphs it is one time more, because each of its calls looks the mask up twice.
 _LOOKS = 2
 # Set while a call is captured as a CUDA graph: (the call's plan with all attention masks, the number of keys
 # that each mask shows). The capture runs on copies of the arguments, whose keys need not be counted again.
@@ -185,13 +185,16 @@ class PlannedForward(MethodEntry):
         self.verifies, self.weights = verifies, weights
         self.trusted = trusted
         self._states = States(module) if states is None else states
-        # If True, plans may neither set attributes of modules nor leave plans to modules inside: a CUDA graph
-        # would repeat only kernels, and would not compare those modules with what was traced.
+        # If True, a call that keeps tensors in modules is not traced, and modules in this module get no
+        # plans. A CUDA graph replays only kernels. It would neither set attributes of modules nor notice that
+        # a plan of an inner module is outdated.
         self._is_captured = is_captured
         self._is_timed = states is not None and not is_captured
         self._state = State()
         self._by_state: dict[tuple[int, State], Plans] = {}
-        self._captured: list[Made] = []  # kept alive, because CUDA graphs read constants of these plans
+        # Plans from which CUDA graphs were captured. They are kept alive, because the graphs read their
+        # constants.
+        self._captured: list[Made] = []
         self._policy = Policy()
         self._lock = threading.RLock()
         self._own_threads: list[int] = []  # threads that run the model's own code
@@ -236,7 +239,8 @@ class PlannedForward(MethodEntry):
         if is_tracing() or _is_alone.get() or not self.is_on:
             return getattr(type(module), self.method)(module, *args, **kwargs)
         if self.method != "forward" and repeats_decoder(module, args, kwargs):
-            return self._run_own(args, kwargs, contextlib.nullcontext())  # the decoder itself has plans
+            # This method only calls a decoder several times, and the decoder has plans of its own.
+            return self._run_own(args, kwargs, contextlib.nullcontext())
         own_call: AbstractContextManager[None] = contextlib.nullcontext()
         for _ in range(2):
             try:
@@ -405,7 +409,7 @@ class PlannedForward(MethodEntry):
             self.weights.moved()
 
     def _find(self, module: nn.Module, args: Any, kwargs: Any) -> _Found:
-        """Find the plan of a call. If there is none, trace the call and make one.
+        """Find the plan of a call. If there is none, trace the call and make a plan.
 
         Raises Unsupported or Untraceable, with the reason, if that is not possible.
         """
@@ -517,7 +521,7 @@ class PlannedForward(MethodEntry):
 
     @without_collections()
     def _new_plans(self, module: nn.Module, code: int, call: Call, state: State, adapters: Adapters) -> Plans:
-        """Make a ``Plans`` without entries for this state of the module's code.
+        """Make a ``Plans``, the store for plans, without entries, for this state of the module's code.
 
         Raises Unsupported if the module's adapters rule out plans.
         """
@@ -529,7 +533,7 @@ class PlannedForward(MethodEntry):
         return plans
 
     def _check_guard(self, module: nn.Module, plans: Plans) -> None:
-        """Raise Unsupported if the module as a whole cannot be traced, with the reason that its guard found.
+        """Raise Unsupported, with the reason, if the module as a whole cannot be traced.
 
         If the module is unchanged, smaller modules in it get plans instead.
         """
@@ -558,7 +562,8 @@ class PlannedForward(MethodEntry):
         # With merged weights of adapters a plan may have to run twice, so it must not free its inputs.
         is_freed = made.baked.recorded and not plans.adapters.layers
         replaced = made.outcome.replaced(args, kwargs, call.tensors) if is_freed else []
-        # With adapters, one thread at a time: another one would write merged weights for its own scales.
+        # With adapters, only one thread at a time may run a plan. Another thread would write merged weights
+        # for its own scales.
         only_this = self._lock if plans.adapters.layers else contextlib.nullcontext()
         held = kwargs.get(STATE, {})
         try:
@@ -601,7 +606,7 @@ class PlannedForward(MethodEntry):
                         results = made.plan.run(tensors)
             except torch.OutOfMemoryError:
                 raise
-            except Exception:  # if the model has changed, this is the cause: a weight has another shape, say
+            except Exception:  # perhaps because the model has changed: a weight may have another shape
                 if replaced or guard.same():
                     raise
             else:
@@ -695,7 +700,10 @@ class PlannedForward(MethodEntry):
             return made
 
     def _prepare(self, module: nn.Module, call: Call, plans: Plans, made: Made) -> None:
-        """Lay out and copy the weights that a new plan reads, and compile its kernels."""
+        """Prepare the first run of a new plan.
+
+        Weights become channels-last, those for products in E4M3 are quantized, and kernels are compiled.
+        """
         if channels_last.lay_out_weights(module):
             plans.guard = self._guard(module, self._states.last(), call, plans.state, plans.adapters)
         plans.adapters.survey.add_reader(made.baked)

@@ -41,7 +41,7 @@ _OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention", "c
 # Names of fusions of blocks that autoencoders and UNets have. If a model with such blocks does not take a
 # timestep, it is an encoder or decoder, and those are as fast with plans as with fused blocks.
 _OUTSIDE_UNETS = (
-    *("conv_norm_out", "decoder_slices"),  # MoVQ's decoder has only the second one
+    *("conv_norm_out", "decoder_slices"),  # of all these, MoVQ's decoder has only "decoder_slices"
     *("temporal_resnet_block", "spatio_temporal_res_block"),
 )
 # A model gets plans only if more than this share of its weights is in convolutions, or in linear layers of a
@@ -100,7 +100,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Kind:
-    """Says whether a model gains by plans, and by which. ``kind_of`` makes it.
+    """Says whether a model gains by plans, and what plans can do for it. ``kind_of`` makes it.
 
     A plan is a traced call that runs without the model's Python.
 
@@ -195,7 +195,7 @@ def _is_transformer(modules: Sequence[nn.Module]) -> bool:
 
 def _takes_time(root: nn.Module) -> bool:
     """True if the ``forward`` of ``root`` takes a timestep, as denoisers do."""
-    forward = getattr(type(root), "forward", None)  # modules of torch.jit have none
+    forward = getattr(type(root), "forward", None)  # classes of torch.jit's modules have no ``forward``
     return forward is not None and not _TIMES.isdisjoint(signature(forward).parameters)
 
 
@@ -464,7 +464,8 @@ def inspect(root: nn.Module, prefix: str = "", kind: Kind | None = None) -> Iter
         if (graphed := GraphedForward.of(module)) is not None:
             planner = graphed.planner
             is_on |= planner is not None and planner.is_always
-            waiting = [None] if planner is not None and planner.is_required else []  # not called yet
+            # None stands for the plans of a module that was not called yet.
+            waiting = [None] if planner is not None and planner.is_required else []
             for planned in graphed.planned or waiting:
                 yield described(path, module, planned)
     if is_on:

@@ -78,7 +78,7 @@ class Masks:
         self._masks = masks_of(plan.graph, self._inputs, self._constants)
         read = {s for sources in self._masks.values() for s in sources}
         self._places = [i for i, n in enumerate(self._inputs) if n in read]
-        self._contents: list[_Content] = []  # in the order of their last look-up
+        self._contents: list[_Content] = []  # sorted by the time of their last look-up
         self._lock = threading.Lock()
 
     def __len__(self) -> int:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from sdfastgn.patches.graphs.arguments import is_plain
 
-# The name of the keyword argument by which a plan gets the values of these attributes. It has spaces, so that
-# no real argument of a method can have the same name. Messages that say why a call has no plan contain it.
+# The name of the keyword argument by which a plan gets the tensors that modules keep between calls. It has
+# spaces, so that no real argument of a method can have the same name. Messages that say why a call has no
+# plan contain it.
 STATE = "the state of a module"
 # How many traces of one model may add attributes to its state. One trace finds all attributes that its call
 # sets, and another kind of call may set more. Without a limit, a model that keeps each tensor under a new
@@ -41,7 +42,7 @@ def _is_value(value: Any) -> bool:
 
 
 def _can_be_state(module: nn.Module, names: set[str]) -> bool:
-    """True if these attributes hold tensors and plain values, or lists, tuples and dicts of them."""
+    """True if the attributes ``names`` hold tensors and plain values, or lists, tuples and dicts of them."""
     todo = [vars(module)[name] for name in names if name in vars(module)]
     while todo:
         value = todo.pop()
@@ -68,7 +69,7 @@ class State:
         self.growths = growths
 
     def grown(self, root: nn.Module, found: Mapping[nn.Module, set[str]]) -> State | None:
-        """Return a new ``State`` with these attributes, and the attributes ``found`` of modules in ``root``.
+        """Return a ``State`` that lists also the attributes ``found`` of modules in ``root``.
 
         Returns None if one of the new attributes holds an object that cannot be passed as an argument, or if
         traces have added attributes too often.
@@ -88,7 +89,7 @@ class State:
         return {module: frozenset(names) for module, names in found if module is not None}
 
     def held(self) -> Held:
-        """The present values of these attributes, in new dicts. Those that do not exist are left out."""
+        """The present values of the listed attributes, in new dicts. Missing attributes are left out."""
         found: Held = {}
         for path, (reference, names) in self._held.items():
             module = reference()
@@ -97,7 +98,7 @@ class State:
         return found
 
     def store(self, held: Held) -> None:
-        """Set these attributes to the values ``held``, and delete those that ``held`` does not have."""
+        """Set the listed attributes to the values ``held``. Delete those that ``held`` does not have."""
         for path, (reference, names) in self._held.items():
             module = reference()
             attributes: dict[str, Any] = {} if module is None else vars(module)
@@ -109,7 +110,7 @@ class State:
 
     @contextmanager
     def replaced(self, held: Held) -> Iterator[None]:
-        """A context in which these attributes have the values ``held``.
+        """A context in which the listed attributes have the values ``held``.
 
         At its end, the values that code has given them meanwhile are put into ``held``, and the attributes
         get back the values from before the context.

@@ -93,7 +93,7 @@ class Plans:
     def __init__(self, guard: Guard, state: State, adapters: Adapters) -> None:
         self.guard, self.state, self.adapters = guard, state, adapters
         self.is_planned_inside = False
-        self.made: dict[Any, Made] = {}  # oldest first
+        self.made: dict[Any, Made] = {}  # key of a call -> its plan, the oldest first
         self.refused: defaultdict[Any, list[str]] = defaultdict(list)
         self.seen = self.new_kinds = 0
 

@@ -62,7 +62,7 @@ class Description:
         return hashlib.sha256("\0".join(self._text).encode("utf-8", "surrogatepass")).hexdigest()
 
     def note(self, *words: str) -> None:
-        """Adds ``words`` to the text as they are. They must contain no null characters, which end words."""
+        """Adds ``words`` to the text as they are. They must have no null characters, which separate words."""
         self._text += words
 
     def is_new(self, value: Any) -> bool:
@@ -96,7 +96,7 @@ class Description:
             self.add_class(kind)
             self._text.append(value.name)
             self.add(value.value)
-        elif isinstance(value, tuple) or self.is_new(value):  # nobody can tell equal tuples apart
+        elif isinstance(value, tuple) or self.is_new(value):  # code cannot tell equal tuples apart
             self._add_object(kind, value)
 
     def add_class(self, kind: type) -> None:

@@ -99,6 +99,6 @@ def _files(where: Path) -> Iterator[tuple[float, int, Path]]:
     """
     for path in where.iterdir():
         if path.suffix in (".plan", ".partial"):
-            with contextlib.suppress(OSError):  # another process may remove it
+            with contextlib.suppress(OSError):  # another process may remove the file meanwhile
                 status = path.stat()
                 yield status.st_mtime, status.st_size, path

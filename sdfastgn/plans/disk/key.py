@@ -50,7 +50,7 @@ def key_of(module: nn.Module, call: Any, device: torch.device, guard: Guard) -> 
         about.add(module)
         code = [_of_entry(about, owner, name, value) for owner, name, value in guard.names()]
         code += [_of_entry(about, "", None, function) for function in guard.functions()]
-    except Exception:  # Indescribable, or an object whose own code raises
+    except Exception:  # an object cannot be described, or its own code raises an error
         return None
     about.note(*sorted(code))
     files = _files(about)

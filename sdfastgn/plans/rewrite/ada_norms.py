@@ -9,7 +9,8 @@ Tokens are (B, S, D). The rules look for this pattern, of which any part may be 
 If the branch is a linear layer, and PyTorch would add the layer's bias in a second pass over the result, the
 kernel adds this bias.
 
-Gate, factor and offset are (B, S, D), or have one element along B or S. The kernel computes in fp32 and
+Factor and offset are the *modulation*. Gate, factor and offset are (B, S, D), or have one element along B or
+S. The kernel computes in fp32 and
 rounds each result once. So casts inside of the pattern are dropped, unless a cast rounds to fewer bits than
 the result has.
 """
@@ -80,7 +81,7 @@ class _Modulated(NamedTuple):
 
 
 def ada_norms(graph: fx.Graph) -> fx.Graph:
-    """Replaces adaptive norms and gated sums by ``steps.ada_norm``.
+    """Replaces adaptive norms of tokens, and sums with a gate, by one kernel: ``steps.ada_norm``.
 
     It goes from the last node of the graph to the first, so that the largest pattern is found first.
     """
@@ -102,10 +103,10 @@ def _is_tokens(n: Node) -> bool:
 
 
 def _norm_of_tokens(r: Rewriter, n: Node, places: dict[Node, int]) -> bool:
-    """Replaces a norm, its modulation and the sum before it by ``steps.ada_norm``.
+    """Replaces a norm, the factor and offset after it, and the sum before it, by ``steps.ada_norm``.
 
-    A LayerNorm without a modulation stays, unless a sum with a gate or with a norm of the branch comes before
-    it. Returns True if ``n`` was replaced.
+    A LayerNorm without factor and offset stays, unless a sum with a gate or with a norm of the branch comes
+    before it. Returns True if ``n`` was replaced.
     """
     found = _modulated(n)
     if found is None:
@@ -138,10 +139,10 @@ def _gated_sum(r: Rewriter, n: Node) -> bool:
 
 
 def _step(r: Rewriter, total: _Sum | None, found: _Modulated | None) -> Node:
-    """Makes a call of ``steps.ada_norm`` for a sum, a norm, or both.
+    """Makes a node that calls the kernel ``steps.ada_norm`` for a sum, a norm, or both.
 
-    Its last argument says whether the sum must be written to memory. It is set at the end of the pass, when
-    it is known whether other nodes read the sum.
+    The call's last argument says whether the sum must be written to memory. It is set at the end of the pass,
+    when it is known whether other nodes read the sum.
     """
     x: Any = found.norm.x if total is None and found is not None else None
     branch = gate = branch_norm = norm = factor = offset = None

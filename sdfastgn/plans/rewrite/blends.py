@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def blended(r: Rewriter, n: Any) -> Node | None:
-    """Replaces kept * x + scale * y by one call of ``steps.blend``. x and y are images or videos.
+    """Replaces kept * x + scale * y by one kernel, ``steps.blend``. x and y are images or videos.
 
     ``kept`` and ``scale`` have one number for each frame, or for all. If y is itself x + h, the step reads h
     instead, and computes (kept + scale) * x + scale * h. It also adds a bias of a convolution.
@@ -75,7 +75,7 @@ def _added_to(x: Node, y: Any) -> Node | None:
 
 
 def _blend(r: Rewriter, n: Node, h: Any, residual: Node, kept: Node, scale: Node) -> Node:
-    """Makes a call of ``steps.blend`` for kept * residual + scale * h.
+    """Makes a node that computes kept * residual + scale * h in one kernel, ``steps.blend``.
 
     The frames of videos are passed as images. That is a view, because videos are channels-last in memory.
     """

@@ -154,7 +154,10 @@ _RULES: tuple[Callable[[Rewriter, Node, Sequence[Node], int], Node | None], ...]
 
 
 def padded(r: Rewriter, n: Node, x: Any, pads: Sequence[int], mode: str, value: float) -> Node:
-    """Makes a pad of x, with the shape and dtype of ``n``. If x is itself a pad alike, both become one."""
+    """Makes a node that pads x, with the shape and dtype of ``n``.
+
+    If x is itself a pad with the same mode and value, one pad does both.
+    """
     while has(x, steps.pad) and mode == x.args[2] != "reflect" and value == x.args[3]:
         x, pads = x.args[0], [a + b for a, b in zip(pads, x.args[1], strict=True)]
     return r.like(steps.pad, (x, tuple(pads), mode, value), n)

@@ -3,8 +3,7 @@
 A *cell* is one such window: it has as many positions as the kernel. The rules know two patterns, both of
 convolutions with one filter for each channel. In the first, several convolutions of the same input are
 concatenated along the channels: they compute several weighted sums of each cell. In the second, the results
-of
-several transposed convolutions are added: they compute cells from such sums.
+of several transposed convolutions are added: they compute cells from such sums.
 
 Both are matrix products of the elements of cells with one matrix, whatever the filters are. Most entries of
 the matrix are zeros. If an element is inf or nan, its products with these zeros are nan. So the whole cell is
@@ -86,7 +85,10 @@ class Chain(NamedTuple):
 
 
 def side_by_side(r: Rewriter, n: Any) -> Node | None:
-    """Replaces a cat along the channels of convolutions of the same input, cell by cell, by ``gathered``."""
+    """Replaces convolutions without overlaps of one input, and the cat of their channels, by one node.
+
+    The node is ``gathered``.
+    """
     parts, dim = n.args
     if dim != 1 or not _is_usual(n):
         return None
@@ -106,7 +108,10 @@ def side_by_side(r: Rewriter, n: Any) -> Node | None:
 
 
 def added_up(r: Rewriter, n: Any) -> Node | None:
-    """Replaces a sum of transposed convolutions, each of other channels of one value, by ``scattered``."""
+    """Replaces transposed convolutions without overlaps, and the sum of their results, by one node.
+
+    Each of them must read other channels of the same value. The node is ``scattered``.
+    """
     chains = sorted(_terms(n) or (), key=lambda c: c.start) if _is_usual(n) else []
     starts = [c.start for c in chains]
     if not chains or starts != list(range(0, shape(chains[0].x)[1], shape(n)[1])):
@@ -192,7 +197,7 @@ def _nested(r: Rewriter, outer: Node, inner: Node) -> Node:
 
 
 def scaled(r: Rewriter, n: Any) -> Node | None:
-    """Replaces a multiplication or division of ``gathered`` or ``scattered`` by a change of its ``scale``."""
+    """Lets a convolution without overlaps include a multiplication or division by a number after it."""
     of, factor = n.args[0], number(n)
     if not has(of, gathered, scattered) or not is_only(of) or not factor or dtype(of) != dtype(n):
         return None
@@ -202,14 +207,14 @@ def scaled(r: Rewriter, n: Any) -> Node | None:
 
 
 def without_unread_pad(r: Rewriter, n: Any) -> Node | None:
-    """Removes a pad before ``gathered``, if no whole cell contains an element of the pad."""
+    """Removes a pad before a convolution without overlaps, if no whole window contains a padded element."""
     padded, filters, scale = n.args
     x = unpadded(padded, [m * k for m, k in zip(shape(n)[2:], shape(filters)[2:], strict=True)])
     return None if x is padded else r.like(gathered, (x, filters, scale), n)
 
 
 def cells_of_cells(r: Rewriter, n: Any) -> Node | None:
-    """Joins two ``gathered`` in a row, or two ``scattered`` in a row, to one with larger cells."""
+    """Joins two convolutions without overlaps, or two transposed ones, that follow each other."""
     before, filters, scale = n.args
     if not has(before, n.target) or not is_only(before):
         return None
@@ -222,7 +227,7 @@ def cells_of_cells(r: Rewriter, n: Any) -> Node | None:
 
 
 def as_product(r: Rewriter, n: Any) -> Node:
-    """Replaces ``gathered`` or ``scattered`` by a matrix product between views."""
+    """Replaces a convolution without overlaps by a matrix product between views."""
     x, filters, scale = n.args
     count, C, *cell = shape(filters)
     d, P = len(cell), math.prod(cell)

@@ -153,7 +153,7 @@ def pad_of_cat(r: Rewriter, n: Any) -> Node | None:
 
 
 def with_relu(r: Rewriter, n: Any) -> Node | None:
-    """Replaces relu(convolution + bias) or relu(convolution + bias + residual) of images by ``conv_relu``."""
+    """Replaces relu(convolution + bias), with or without a residual in the sum, by one cuDNN call."""
     total, i = n.args
     if i != 0 or not has(total, *_SUMS) or rank(n) != 4 or dtype(n) not in HALVES:
         return None

@@ -137,10 +137,11 @@ def last_slice(r: Rewriter, n: Any) -> Node | None:
 
 
 def in_frames(r: Rewriter, n: Any) -> Node | None:
-    """Replaces pads, a cache or upsampling before a convolution of a video by one ``steps.frames``.
+    """Replaces pads, a cache or upsampling before a convolution of a video by one kernel, ``steps.frames``.
 
-    A norm before these becomes part of the step. If it pays, the step puts the frames of each window of the
-    convolution side by side as channels, so that a 2-D convolution can follow: ``steps.conv_windows``.
+    The cache has the last frames of the chunk before. A norm before these becomes part of the step. If it
+    pays, the step puts the frames of each window of the convolution side by side as channels, so that a 2-D
+    convolution can follow: ``steps.conv_windows``.
     """
     _, weight, bias, stride, padding, dilation, _, _, groups = n.args
     source = source_of(n) if rank(n) == 5 and bias is None else None
@@ -155,7 +156,7 @@ def in_frames(r: Rewriter, n: Any) -> Node | None:
 
 
 def upsampled_in_frames(r: Rewriter, n: Any) -> Node | None:
-    """Replaces upsampling of a video, and a norm before it, by ``steps.frames``."""
+    """Replaces upsampling of a video, and a norm before it, by one kernel: ``steps.frames``."""
     if rank(n) != 5 or not has_kernels(n):
         return None
     source = _upsampling(Source(n, n))
@@ -192,9 +193,9 @@ def _only_pads(how: list[Any]) -> bool:
 
 
 def _frames(r: Rewriter, source: Source, window: int = 1) -> Node:
-    """Makes a call of ``steps.frames`` for ``source``, and returns its first result, the padded frames.
+    """Makes a node that calls the kernel ``steps.frames`` for ``source``. Returns the frames.
 
-    Nodes that keep frames for the next chunk read its second result from now on.
+    Nodes that keep frames for the next chunk read the kernel's second result from now on.
     """
     before, shift, norm, kept = _norm_of(source) or (source.x, None, None, source.kept)
     keep = max((k.length for k in kept), default=0)
@@ -209,9 +210,9 @@ def _frames(r: Rewriter, source: Source, window: int = 1) -> Node:
 
 
 def image_in_frames(r: Rewriter, n: Any) -> Node | None:
-    """Replaces a pad of an image before a convolution, and a norm before the pad, by ``steps.frames``.
+    """Replaces a pad of an image before a convolution, and a norm before the pad, by one kernel.
 
-    The pad must replicate or reflect. The image is passed as a video of one frame.
+    The pad must replicate or reflect. The image is passed to ``steps.frames`` as a video of one frame.
     """
     x, bias = n.args[0], n.args[2]
     if rank(n) != 4 or bias is not None or not has(x, steps.pad) or not is_only(x) or x.args[2] == "constant":

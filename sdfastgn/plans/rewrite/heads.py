@@ -58,7 +58,7 @@ class _Part(NamedTuple):
 
 
 def heads(graph: fx.Graph) -> fx.Graph:
-    """Replaces norms, rotations and concatenations of heads by ``steps.rotate`` and ``steps.join_heads``.
+    """Replaces norms, rotary embeddings and concatenations of attention heads by fewer kernels.
 
     The pass goes from the first node to the last, because rules for later nodes look for steps that earlier
     nodes were replaced by.
@@ -71,9 +71,9 @@ def _one_step(r: Rewriter, n: Node) -> Node | None:
 
 
 def _normalized(r: Rewriter, n: Node) -> Node | None:
-    """Replaces a norm that attention reads by ``steps.rotate`` without a rotation.
+    """Replaces a norm that attention reads by ``steps.rotate``, the kernel for norms and rotary embeddings.
 
-    The step reads rows with any strides. So it needs no copy if queries, keys and values are parts of one
+    The kernel reads rows with any strides. So it needs no copy if queries, keys and values are parts of one
     matrix product.
     """
     found = _norm(r, n) if rank(n) == 4 and _is_read_by_attention(n, steps.permute) else None
@@ -92,7 +92,7 @@ def _rotated(r: Rewriter, n: Node) -> Node | None:
 
 
 def _tokens_first(r: Rewriter, n: Node, found: _Part) -> Node:
-    """Makes a node for ``found``: the norm and rotation that compute n.
+    """Makes a node for ``found``: the norm and rotary embedding whose result is n.
 
     If x is a view (B, H, S, D) of a tensor (B, S, H, D), the node computes the tensor, and the view comes
     after it. Then the heads of a token lie side by side in memory, also in the result of attention.
@@ -123,9 +123,10 @@ def _each_rotated(r: Rewriter, parts: list[_Part], found: _Part) -> list[_Part]:
 
 
 def _joined(r: Rewriter, n: Node) -> Node | None:
-    """Replaces a cat of heads along the tokens by ``steps.join_heads``.
+    """Replaces a cat of heads along the tokens by one kernel, ``steps.join_heads``.
 
-    This happens only if a part has a norm or rotation, or if attention reads the cat.
+    The kernel also computes norms and rotary embeddings of the parts. The cat is replaced only if a part has
+    one of these, or if attention reads the cat.
     """
     parts, dim = n.args
     found = _parts(r, n, parts, dim)
@@ -137,10 +138,10 @@ def _joined(r: Rewriter, n: Node) -> Node | None:
 
 
 def _overwritten(r: Rewriter, n: Node) -> Node | None:
-    """Replaces a write of rotated tokens over a part of heads x by ``steps.join_heads``.
+    """Replaces a write of tokens with a rotary embedding over a part of heads x by one kernel.
 
-    The step joins the rotated tokens with the rest of x. Nothing is replaced if x is newly allocated memory:
-    then the rotated tokens can be written into it in place.
+    ``steps.join_heads`` joins the rotated tokens with the rest of x. Nothing is replaced if x is newly
+    allocated memory: then the rotated tokens can be written into it in place.
     """
     x, part, dim, start, _, step = arguments(n)
     if has(x, *UNFILLED, aten.full.default, aten.slice_scatter.default) or step != 1 or start < 0:

@@ -64,10 +64,10 @@ def mean_of_views(r: Rewriter, n: Any) -> Node | None:
     innermost = min(
         _flat(places[a] for a in kept),
         key=lambda p: (memory.shape[p] == 1, memory.stride(p)),
-        default=None,  # the result has one element
+        default=None,  # if the result has one element, there is no innermost axis
     )
     if innermost not in places[kept[1]]:
-        return None  # the channels do not come last in memory
+        return None  # in memory, the channels are not the innermost axis
     view = r.permute(source.view, _flat(places[a] for a in order))
     sizes = _flat(source.axes[a] for a in order[: len(kept)])
     over = list(range(len(sizes), rank(view)))

@@ -104,7 +104,7 @@ def ordered(graph: fx.Graph) -> fx.Graph:
             last = n
             continue
         stack = [n]
-        waiting: list[Node] = []  # each one reads the next
+        waiting: list[Node] = []  # nodes that must come after others. Each one reads the next
         while stack:
             top = stack[-1]
             waits = [a for a in top.all_input_nodes if a not in done]

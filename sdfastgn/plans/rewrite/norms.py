@@ -73,7 +73,7 @@ class Norm(NamedTuple):
 
 
 def norms(graph: fx.Graph) -> fx.Graph:
-    """Replaces norms over the channels of images, videos or attention heads by ``steps.channel_norm``."""
+    """Replaces norms over the channels of images, videos or attention heads by one kernel each."""
     r = Rewriter(graph)
     # From the last node to the first: the product with the weight and the sum with the bias follow the norm,
     # so they are found before the norm itself is replaced.
@@ -224,7 +224,7 @@ def _is_axis(axes: Any, axis: int, x: Node) -> bool:
 
 
 def _channel_norm(r: Rewriter, n: Node, norm: Norm, axis: int) -> Node:
-    """Makes a call of ``steps.channel_norm``, which needs the channels on axis 1.
+    """Makes a node for a norm over the channels: ``steps.channel_norm``, which needs them on axis 1.
 
     For a norm of the last axis, input and result are permuted.
     """
@@ -254,7 +254,7 @@ def _into_norm(r: Rewriter, n: Node) -> Node | None:
 
 
 def _with_modulation(r: Rewriter, n: Any) -> Node | None:
-    """Lets a GroupNorm also compute * (1 + scale) or + shift after it.
+    """Lets a GroupNorm also compute a product with 1 + scale, or a sum with a shift, after it.
 
     Scale and shift have one number for each channel, or for each channel of each sample.
     """

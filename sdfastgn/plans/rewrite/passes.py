@@ -39,17 +39,17 @@ aten = torch.ops.aten
 PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     canonicalize,  # models write the same op in several forms. From here on there is one form
     repeated_rows,  # linear layers compute rows that repeat only once
-    rotations,  # rotary embeddings in attention
-    heads,  # norms before rotary embeddings, and concatenations of text and image tokens
-    ada_norms,  # norms of tokens with a factor and an offset, and sums with a gate
-    norms,  # norms over the channels of images, videos and attention heads
+    rotations,  # rotary embeddings become one kernel
+    heads,  # norms, rotary embeddings and concatenations of attention heads become one kernel
+    ada_norms,  # norms of tokens take in factor and offset, and the sum with a gate before them
+    norms,  # norms over channels, which models write in several ways, become one kernel
     after_norms,  # norms take in scales, shifts and activations. ``sink_views`` then moves views behind norms
     sink_views,  # views move behind norms and pointwise ops, if the kernels can read the input of the views
-    after_norms,  # once more, for activations that stand directly after norms only now
-    modulations,  # norms whose factor and offset are upsampled from small images or videos
+    after_norms,  # once more: ``sink_views`` has moved activations next to norms
+    modulations,  # norms take in factors and offsets that are upsampled from small images or videos
     cells,  # convolutions whose windows do not overlap become matrix products
     repeats,  # repeated elements before convolutions become upsampling
-    convolutions,  # convolutions with what comes before them. Their biases become separate nodes
+    convolutions,  # convolutions take in pads, upsampling and norms. Their biases become separate nodes
     sums,  # residual sums take in the biases of convolutions
     shifts,  # norms take in biases and embeddings that are added before them
     moves,  # sums and means read elements that move between channels and positions without a copy
@@ -57,7 +57,7 @@ PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     activated_sums,  # sums take in the activations after them
     statistics,  # sums also compute mean and variance for the GroupNorm after them
     relus,  # convolutions take in bias, residual and ReLU
-    tokens,  # sums before layer norms, gated activations, and linear layers with few rows
+    tokens,  # sums before layer norms, gated activations and linear layers become fewer kernels
     packs,  # linear layers with the same input become one step, if no other pass has replaced them
     finish,  # some writes become in-place. Must be last: later passes might read overwritten values
 )

@@ -80,7 +80,7 @@ def _each(r: Rewriter, x: Any) -> _Each | None:
     sizes = tuple(memory.shape[:count])
     each = tuple(1 if step == 0 else size for size, step in zip(memory.shape, memory.stride(), strict=True))
     once = each[:count]
-    if once == sizes or each[count:] != memory.shape[count:]:  # not repeated, or elements of a row are
+    if once == sizes or each[count:] != memory.shape[count:]:  # no rows repeat, or elements within a row do
         return None
     rows = source.view
     for axis, size in enumerate(once):

@@ -58,10 +58,10 @@ class _Rotation(NamedTuple):
 
 
 def rotations(graph: fx.Graph) -> fx.Graph:
-    """Replaces rotary embeddings by ``steps.rotate``.
+    """Replaces rotary embeddings by one kernel, ``steps.rotate``.
 
-    It goes from the last node to the first. So a cast of the result comes before the result itself, and is
-    replaced with it.
+    The pass goes from the last node to the first. So a cast of the result comes before the result itself, and
+    is replaced with it.
     """
     r = Rewriter(graph)
     turns: dict[tuple[Node, Node], Node] = {}

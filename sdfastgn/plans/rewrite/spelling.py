@@ -281,11 +281,11 @@ def _upsample(r: Rewriter, n: Node, x: Node, size: Sequence[int], *scales: float
 
 @spells(aten.avg_pool1d.default, aten.avg_pool2d.default)
 def _average(r: Rewriter, n: Node, x: Node, size: Any, stride: Any, padding: Any, *more: Any) -> Node | None:
-    """Replaces average pooling along one axis by ``steps.mean_windows``, if windows do not overlap.
+    """Replaces average pooling along one axis by ``steps.mean_windows``, if windows are side by side.
 
     Elements after the last whole window are cut off first.
     """
-    is_plain = dtype(x).is_floating_point and (len(more) < 3 or more[2] is None)  # no other divisor
+    is_plain = dtype(x).is_floating_point and (len(more) < 3 or more[2] is None)  # no ``divisor_override``
     d = 1 if n.target is aten.avg_pool1d.default else 2
     axes = [rank(x) - d + i for i, length in enumerate(size) if length > 1] if len(size) == d else []
     if len(axes) != 1 or not is_plain or any(padding) or list(stride or size) != list(size):

@@ -32,12 +32,15 @@ def statistics(graph: fx.Graph) -> fx.Graph:
 
 
 def wants_statistics(x: Node) -> bool:
-    """True if a GroupNorm reads x, or the frames of a video x, and is faster with statistics of x."""
+    """True if a GroupNorm reads x, and is faster if the kernel that writes x computes statistics."""
     return any(True for _ in _norms_of(x))
 
 
 def _norms_of(x: Node) -> Iterator[Node]:
-    """Yields the GroupNorms of x, and of views of x, that are faster with statistics of x."""
+    """Yields the GroupNorms of x, and of its views, that are faster if statistics of x are known.
+
+    Statistics are sums from which a norm gets mean and variance.
+    """
     for u in x.users:
         if _takes_statistics(u, x):
             yield u
@@ -105,9 +108,9 @@ def in_images(r: Rewriter, n: Any) -> None:
 
 
 def channels_of_two(r: Rewriter, n: Any) -> Node | None:
-    """Replaces a cat of the channels of two tensors before a GroupNorm by ``steps.cat_two``.
+    """Replaces a cat of the channels of two tensors before a GroupNorm by one kernel, ``steps.cat_two``.
 
-    This step can compute the statistics of its result.
+    The kernel can also compute sums from which the norm gets mean and variance.
     """
     parts, dim = n.args
     if dim != 1 or len(parts) != 2 or not wants_statistics(n):

@@ -81,7 +81,7 @@ def behind_views(r: Rewriter, n: Any) -> None:
 
 
 def divided_sum(r: Rewriter, n: Any) -> Node | None:
-    """Replaces (h + bias + residual) / number by one call of ``steps.add``."""
+    """Replaces (h + bias + residual) / number by one kernel, ``steps.add``."""
     total, divisor = n.args[0], number(n)
     if not has(total, aten.add.Tensor) or not is_only(total) or not divisor or dtype(n) != dtype(total):
         return None
@@ -89,10 +89,10 @@ def divided_sum(r: Rewriter, n: Any) -> Node | None:
 
 
 def residual_sum(r: Rewriter, n: Any) -> Node | None:
-    """Replaces h + bias + residual by one call of ``steps.add``.
+    """Replaces h + bias + residual by one kernel, ``steps.add``.
 
     A sum without a bias is replaced only if an activation follows it, or a GroupNorm that is faster with
-    statistics, which the step can compute.
+    the sums for mean and variance that the kernel can compute.
     """
     if not _is_residual(n):
         return None

@@ -134,7 +134,7 @@ def _is_sum(n: Any) -> bool:
 
 
 def _gated(r: Rewriter, n: Node) -> Node | None:
-    """Replaces value * activation(gate) by ``steps.gated``, which does not round the activation."""
+    """Replaces value * activation(gate) by one kernel, which does not round the activation."""
     for value, factor in operands(n):
         activated, views = _before_views(factor, n)
         name = activation(activated)
@@ -163,7 +163,7 @@ def _before_views(n: Node, root: Node) -> tuple[Any, list[Node]]:
 
 
 def _few_rows(r: Rewriter, n: Node) -> Node | None:
-    """Replaces linear(activation(x)) of few rows, such as a timestep's embedding, by ``steps.act_linear``."""
+    """Replaces linear(activation(x)) of few rows, such as a timestep's embedding, by one kernel."""
     if rank(n) != 2 or not has_few_rows(shape(n)[0]):
         return None
     activated: Any = n.args[0]
@@ -213,7 +213,7 @@ def _product_of_cat(r: Rewriter, n: Node) -> Node | None:
 
 
 def _one_more_row(r: Rewriter, n: Node) -> Node | None:
-    """Lets ``steps.act_linear`` add a row that is added to its result, as a second bias.
+    """Lets the kernel for linear(activation(x)) add a row that is added to its result, as a second bias.
 
     An example is the bias of the convolution to whose result an embedding is added.
     """

@@ -46,12 +46,12 @@ def _before_views(r: Rewriter, n: Node) -> Node | None:
     if has(n, steps.group_norm) and not _keeps_samples(views):
         if not _is_frames_as_images(x, views):
             return None
-        args[8] = True  # each frame is normalized by itself
+        args[8] = True  # the argument ``framewise``: each frame is normalized by itself
     return applied(r, views, r.like(n.target, args, x, **n.kwargs))
 
 
 def _windows_before_views(r: Rewriter, n: Node) -> Node | None:
-    """Moves views of an image or a video that come before ``steps.mean_windows`` behind it."""
+    """Moves views of an image or video that come before average pooling (``mean_windows``) behind it."""
     along = _along(r, n, n.args[1])
     return along.whole(r, along.x) if along.views and rank(along.x) in (4, 5) else None
 
@@ -59,7 +59,8 @@ def _windows_before_views(r: Rewriter, n: Node) -> Node | None:
 def _cat_before_views(r: Rewriter, n: Any) -> Node | None:
     """Moves equal views of all parts of a cat behind the cat.
 
-    The parts must be images or videos, and at least one of them must be the result of ``steps.mean_windows``.
+    The parts must be images or videos, and at least one of them must be the result of average pooling along
+    the axis of the cat (``steps.mean_windows``).
     """
     parts = [_along(r, p, n.args[1]) for p in n.args[0]]
     first = parts[0]

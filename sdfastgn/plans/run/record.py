@@ -319,7 +319,7 @@ class _Recorder(TorchDispatchMode):
                 return None
             if type(t) is not Tensor or t.layout is not torch.strided:
                 raise Unrecordable(f"returns a {type(t).__name__}")
-            _place(t, 0)  # raises if no place describes it
+            _place(t, 0)  # raises Unrecordable if a ``Place`` cannot describe the tensor
             return self._add(t)
 
         results = new(result) if isinstance(result, Tensor) else _items(result, new)

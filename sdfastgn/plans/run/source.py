@@ -344,8 +344,7 @@ def _roots(actions: list[Action], memories: list[Memory]) -> list[Place]:
     """Chooses for each memory the shape and strides of the tensor that is allocated there. Returns places.
 
     It is the shape in which most calls of ops read the memory, because each other shape needs a view.
-    Launches
-    do not count: they take an address, and no tensor.
+    Launches do not count: they take an address, and no tensor.
     """
     roots = [memory.root for memory in memories]
     reads = Counter(place for a in actions if a.kind == "call" for place in places_in((a.args, a.kwargs)))

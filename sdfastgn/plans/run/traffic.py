@@ -126,7 +126,7 @@ def peak(graph: fx.Graph) -> int:
     A value takes memory until its last use. A reshape that must copy counts as a view, which takes none.
     """
     homes: dict[Node, Node] = {}
-    last: dict[Node, Node] = {}  # home of a value -> the last node that reads it
+    last: dict[Node, Node] = {}  # node whose memory a value is in -> the last node that reads it
     for n in graph.nodes:
         source: Any = n.args[0] if is_view(n) or writes_over(n) else n
         if n.target is operator.getitem and (n.args[1] or not writes_over(source)):
