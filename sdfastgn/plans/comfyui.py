@@ -45,9 +45,10 @@ _taken_out: weakref.WeakKeyDictionary[nn.Module, list[PlannedForward]] = weakref
 def optimize_model(
     model: Any, cuda_graphs: str | bool = "auto", after_run: Callable[[str], None] | None = None
 ) -> Any:
-    """Does what ``model_patcher.optimize_model`` does, and gives plans to a UNet with untested code.
+    """Does what ``model_patcher.optimize_model`` does, and lets a UNet with untested code run as plans.
 
-    Untested code is code of another release of ComfyUI than those with which fused blocks were compared.
+    A plan is a traced call that runs without the model's Python. Untested code is code of another release of
+    ComfyUI than those with which fused blocks were compared.
     """
     return model_patcher.optimize_model(model, cuda_graphs, after_run, fuse=_fuse, describe=text_of)
 

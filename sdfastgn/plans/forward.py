@@ -197,7 +197,7 @@ class PlannedForward(MethodEntry):
         self._captured: list[Made] = []
         self._policy = Policy()
         self._lock = threading.RLock()
-        self._own_threads: list[int] = []  # threads that run the model's own code
+        self._own_threads: list[int] = []  # ids of the threads that run the model's own code now
         # Number of calls since the last change of the model whose result came from a plan or its CUDA graph.
         self._served = 0
         self.calls = self.traces = self.loads = 0
@@ -715,7 +715,7 @@ class PlannedForward(MethodEntry):
     def _plan_inside(self, module: nn.Module, plans: Plans) -> None:
         """Give plans to smaller modules in ``module``, because calls of ``module`` itself cannot be traced.
 
-        Does this at most once for each ``plans``.
+        Does this at most once for each state of the module's code, which has its own ``plans``.
         """
         with self._lock:
             if plans.is_planned_inside or self._is_captured:
@@ -796,7 +796,7 @@ class PlannedForward(MethodEntry):
     def _drop(self, plans: Plans, change: str = "") -> None:
         """Drop ``plans``, because the model has changed since the trace.
 
-        ``change``: what has changed, in words. If it is empty, the guard finds it out.
+        ``change``: what has changed, in words. If it is empty, this method finds it out.
         """
         with self._lock:
             if plans in self._by_state.values():
@@ -804,7 +804,7 @@ class PlannedForward(MethodEntry):
                 self._policy.model_changed(self._served, SHORT_LIFE)
                 self._served = 0
                 self._by_state = {k: v for k, v in self._by_state.items() if v is not plans}
-                self._state = State()  # the old one may name modules that have left the model
+                self._state = State()  # the old state may name modules that have left the model
 
 
 def _alone() -> AbstractContextManager[None]:

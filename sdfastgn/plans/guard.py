@@ -97,7 +97,7 @@ class Guard:
 
     @contextmanager
     def undoing(self) -> Iterator[None]:
-        """A context for a trace. It undoes changes that the trace makes in global lists and dicts of code.
+        """A context for a trace. It undoes changes in lists and dicts that the traced code reads by name.
 
         Raises Untraceable at the end if there was such a change, because a plan would not repeat it.
         """

@@ -3,6 +3,7 @@
 A boundary is a module with a hook, or a module whose code cannot be traced. The model then runs its own code.
 The largest modules in it that contain no module with a hook get plans: their calls are traced, and later ones
 run without their Python. If the code of such a module cannot be traced either, the modules in it get plans.
+Only modules with convolutions in them are considered.
 """
 
 from __future__ import annotations

@@ -38,10 +38,10 @@ from sdfastgn.plans.rewrite.e4m3 import FEWEST_COLUMNS
 # Names of the fusions that replace single layers, which occur in models of all kinds. A fusion gives modules
 # of a class a faster ``forward``. All other fusions replace whole blocks of a model.
 _OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention", "conv_norm_out")
-# Names of fusions of blocks that autoencoders and UNets have. If a model with such blocks does not take a
+# Names of fusions of parts that autoencoders and UNets have. If a model with such parts does not take a
 # timestep, it is an encoder or decoder, and those are as fast with plans as with fused blocks.
 _OUTSIDE_UNETS = (
-    *("conv_norm_out", "decoder_slices"),  # of all these, MoVQ's decoder has only "decoder_slices"
+    *("conv_norm_out", "decoder_slices"),  # MoVQ's decoder has only the fusion "decoder_slices"
     *("temporal_resnet_block", "spatio_temporal_res_block"),
 )
 # A model gets plans only if more than this share of its weights is in convolutions, or in linear layers of a
@@ -343,7 +343,7 @@ def install(
             continue
         planned.set_options(trusted, verifies, weights)
         if not in_graphs.isdisjoint(module.modules()):
-            planned.take_off()  # its plan would replace the CUDA graphs of modules in it
+            planned.take_off()  # a plan of this module would not run the CUDA graphs of modules in it
     for module in entrances(root):
         planned = PlannedForward.of(module)
         method = method_of(module)
@@ -362,7 +362,7 @@ def install(
 def _set_planners(root: nn.Module, maker: Maker | None, kind: Kind, is_transformer: bool) -> set[nn.Module]:
     """Let all modules in ``root`` whose calls become CUDA graphs capture plans, where these are faster.
 
-    Returns the modules that must get no ``PlannedForward`` beside that.
+    Returns the modules that must not also run as plans without a CUDA graph, by a ``PlannedForward``.
     """
     found: set[nn.Module] = set()
     for _, module in outermost(root):

@@ -123,7 +123,7 @@ class Outcome:
     def recorded(self) -> tuple[Any, Any, list[int], bool]:
         """What ``finish`` has recorded: data that can be written to a file.
 
-        It has no tensors. Objects of the classes ``MARKS`` are in their places.
+        It has no tensors. In their places it has placeholders: objects of the classes ``MARKS``.
         """
         return self._result, self._changes, self._returned, self._returns_containers
 

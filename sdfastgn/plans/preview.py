@@ -93,7 +93,7 @@ class _Planned:
     def __init__(self, path: str, module: nn.Module) -> None:
         self.report = CallPlan(path, type(module).__name__)
         self._outcome: Outcome | None = None
-        self._results: list[dict[str, Any]] = []  # for each result, the ``meta`` of its node
+        self._results: list[dict[str, Any]] = []  # shape, dtype and device of each result
 
     def make(self, module: nn.Module, call: Call, state: State, gpu_kind: str) -> None:
         """Trace the call and make its plan. Raises Untraceable, with the reason, if that is not possible."""

@@ -96,7 +96,7 @@ class Description:
             self.add_class(kind)
             self._text.append(value.name)
             self.add(value.value)
-        elif isinstance(value, tuple) or self.is_new(value):  # code cannot tell equal tuples apart
+        elif isinstance(value, tuple) or self.is_new(value):  # equal tuples count as the same one
             self._add_object(kind, value)
 
     def add_class(self, kind: type) -> None:

@@ -10,9 +10,8 @@ If the branch is a linear layer, and PyTorch would add the layer's bias in a sec
 kernel adds this bias.
 
 Factor and offset are the *modulation*. Gate, factor and offset are (B, S, D), or have one element along B or
-S. The kernel computes in fp32 and
-rounds each result once. So casts inside of the pattern are dropped, unless a cast rounds to fewer bits than
-the result has.
+S. The kernel computes in fp32 and rounds each result once. So casts inside of the pattern are dropped, unless
+a cast rounds to fewer bits than the result has.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _NEW = (steps.conv, steps.conv_windows, steps.conv_last_slice)
 
 
 def bias_of(h: Tensor, bias: Tensor) -> Tensor:
-    """h + bias, where axis 1 of h has the channels. Only graphs that are being rewritten have such a node."""
+    """Adds a bias to h, which has the channels on axis 1. Later rules replace nodes that call it."""
     return h + bias.view(-1, *[1] * (h.dim() - 2))
 
 

@@ -31,7 +31,7 @@ def blended(r: Rewriter, n: Any) -> Node | None:
         return None
     for x, y, factors in ((a[0], b[0], (kept, scale)), (b[0], a[0], (scale, kept))):
         h = _added_to(x, y)
-        if h is not None:  # kept * x + scale * (x + h)
+        if h is not None:  # the mix is kept * x + scale * (x + h)
             total = r.like(aten.add.Tensor, factors, kept)
             return _blend(r, n, h, x, total, factors[1])
     if has(a[0], bias_of):

@@ -175,7 +175,7 @@ def padded_part(r: Rewriter, n: Node, cut: Any) -> Node | None:
     at = 2 * (rank(n) - 1 - dim)
     if not any((*pads[:at], *pads[at + 2 :])):
         return None
-    first, last = start - pads[at], start - pads[at] + length  # in elements of x
+    first, last = start - pads[at], start - pads[at] + length  # the range of the cut, as indices of x
     begin, end = max(first, 0), min(last, shape(x)[dim])
     before, after = begin - first, last - end
     if begin >= end or (mode == "reflect" and (before or after)):

@@ -268,9 +268,10 @@ def _without_pad(source: Source) -> Source | None:
 
 
 def _without_pad_of_norm(source: Source) -> Source | None:
-    """Takes a pad that comes before a GroupNorm out of ``source``. None if there is no such pad.
+    """Takes a pad before a GroupNorm into account in ``source``, the description of a convolution's input.
 
-    The norm's mean and variance include the frames that the pad repeats. ``steps.frames`` takes care of that.
+    Returns the new description, or None if there is no such pad. The norm's mean and variance include the
+    frames that the pad repeats. ``steps.frames`` takes care of that.
     """
     norm = source.x
     x = norm.args[0] if has(norm, steps.group_norm) and norm.args[6:] == (None, None, False) else None
@@ -290,7 +291,10 @@ def _without_upsampling(source: Source) -> Source | None:
 
 
 def _upsampling(source: Source) -> Source | None:
-    """Takes the upsampling that makes x out of ``source``. None if one step cannot do it with the rest."""
+    """Takes the upsampling that makes x into account in ``source``, the description of a convolution's input.
+
+    Returns the new description, or None if one kernel cannot do the upsampling together with the rest.
+    """
     x, times, first_once = source.x.args
     # In ``steps.frames``, upsampling along time never repeats the first frame. If the model repeats it too,
     # the repetitions become a replicating pad in front.

@@ -109,9 +109,9 @@ def bias_before_views(r: Rewriter, n: Any) -> None:
 
 
 def _sum(r: Rewriter, a: Any, b: Any) -> Node | None:
-    """Makes ``steps.add_views`` for a + b, which have equal shapes.
+    """Makes a node that computes a + b by ``steps.add_views``. a and b have equal shapes.
 
-    None if the views of a and b cannot be split into the same axes.
+    Returns None if the views of a and b cannot be split into the same axes.
     """
     first, second = moved(r, a), moved(r, b)
     if first is None or second is None:

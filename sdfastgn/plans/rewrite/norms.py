@@ -89,7 +89,7 @@ def norms(graph: fx.Graph) -> fx.Graph:
     return cleaned(graph)
 
 
-# The ops and steps one of which is the last operation of a norm.
+# The last operation of a norm is one of these ops and steps.
 LAST_OPS = (aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor, steps.cast, aten.rms_norm.default)
 
 

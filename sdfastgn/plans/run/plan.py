@@ -102,7 +102,7 @@ class Plan:
         self._held_written = [i for i, n in enumerate([*read, *others]) if n in written]
         self._lock = threading.Lock()
         self._rows = _rows_of_products(graph, read)
-        graph.owning_module = None  # it holds tensors for ``get_attr`` nodes, of which the graph has none now
+        graph.owning_module = None  # that module holds tensors for ``get_attr`` nodes, and none are left
         self.graph = graph
         self.steps: list[Step] = steps_of(graph)
         self.writes = bool(written)

@@ -65,7 +65,9 @@ def trace(
             traced = tracer.traced(call, args, kwargs)
         except Exception as error:
             reasons.append(reason_of(error))
-        except BaseException as error:  # such as KeyboardInterrupt: first undo changes of the model
+        except (
+            BaseException
+        ) as error:  # such as KeyboardInterrupt: raised again below, after changes of the model are undone
             interrupt = error
         sets_attributes = not reasons
         reasons += state.restore()

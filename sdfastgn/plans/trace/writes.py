@@ -117,7 +117,10 @@ def _expanded(step: Step, before: fx.Node, m: Metadata, v: fx.Node) -> tuple[Any
 
 
 def _again(op: Any) -> _Inverse:
-    """Makes the function for view ops that undo themselves if they run again, such as ``transpose``."""
+    """Makes a function that computes a tensor from a new value of its view, by the same view op.
+
+    That is right for ops that undo themselves, such as ``transpose``.
+    """
     return lambda step, before, m, v: (op, (v, *step.args))
 
 

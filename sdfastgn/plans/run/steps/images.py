@@ -183,8 +183,8 @@ def pointwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def upsample_conv(x: Tensor, weight: Tensor, bias: Tensor | None, emits: bool) -> tuple[Tensor, Any]:
     """Computes a 3x3 convolution of x after nearest upsampling by two.
 
-    Returns the result and its statistics. These are None if ``emits`` is False, or if the kernel that runs
-    does not compute them.
+    Returns the result, and sums of it from which a GroupNorm gets mean and variance. The sums are None if
+    ``emits`` is False, or if the kernel that runs does not compute them.
     """
     x = _in_channels_last(x)
     if upsample_op.runs_in_phases(x, weight):
@@ -352,7 +352,9 @@ def frames(
     x, operands = _in_channels_last(x), None
     if isinstance(norm, Group) and norm.pads_first:
         norm = norm._replace(statistics=_padded_statistics(norm.statistics, x, front, back))
-        if norm.statistics is None:  # no statistics of padded frames, so the frames are padded first
+        if (
+            norm.statistics is None
+        ):  # without statistics of the padded frames, they are padded in a pass of their own
             x = pad_frames_op.pad_frames(x, front=front, back=back, mode=mode)[0]
             front, back, norm = 0, 0, norm._replace(pads_first=False)
     elif isinstance(norm, Group):
@@ -415,9 +417,10 @@ def add(
     emits: bool,
     activation: str = "identity",
 ) -> tuple[Tensor, Any]:
-    """Computes ``activation((h + residual + bias) / divisor)``. Returns the result and its statistics.
+    """Computes ``activation((h + residual + bias) / divisor)``.
 
-    The statistics are None if ``emits`` is False, or if no kernel of this package can compute the sum.
+    Returns the result, and sums of it from which a GroupNorm gets mean and variance. The sums are None if
+    ``emits`` is False, or if this package's kernel cannot run.
     """
     if is_channels_last(residual) and not is_channels_last(h):
         h, residual = residual, h
@@ -435,9 +438,10 @@ def add(
 def blend(
     h: Tensor, residual: Tensor, bias: Tensor | None, kept: Tensor, scale: Tensor, emits: bool
 ) -> tuple[Tensor, Any]:
-    """Computes ``kept * residual + scale * (h + bias)``. Returns the result and its statistics.
+    """Computes ``kept * residual + scale * (h + bias)``.
 
-    The statistics are None if ``emits`` is False, or if no kernel of this package can compute the sum.
+    Returns the result, and sums of it from which a GroupNorm gets mean and variance. The sums are None if
+    ``emits`` is False, or if this package's kernel cannot run.
     ``kept``, ``scale``: (N,), one number for each sample.
     """
     factors = aten.stack.default([kept, scale])
@@ -466,9 +470,10 @@ def add_views(a: Tensor, b: Tensor, shape: Sequence[int]) -> Tensor:
 def add_bias_(
     h: Tensor, bias: Tensor | None, emits: bool, activation: str = "identity"
 ) -> tuple[Tensor, Any]:
-    """Computes ``activation(h + bias)`` in place, in h. Returns the result and its statistics.
+    """Computes ``activation(h + bias)`` and writes it over h.
 
-    The statistics are None if ``emits`` is False, or if no kernel of this package can compute the sum.
+    Returns the result, and sums of it from which a GroupNorm gets mean and variance. The sums are None if
+    ``emits`` is False, or if this package's kernel cannot run.
     """
     if bias is None:
         return ACTIVATIONS[activation](h), None
@@ -481,9 +486,10 @@ def add_bias_(
 
 
 def cat_two(a: Tensor, b: Tensor, emits: bool) -> tuple[Tensor, Any]:
-    """Concatenates a and b along the channels. Returns the result and its statistics.
+    """Concatenates a and b along the channels.
 
-    The statistics are None if ``emits`` is False, or if no kernel of this package can join the two.
+    Returns the result, and sums of it from which a GroupNorm gets mean and variance. The sums are None if
+    ``emits`` is False, or if this package's kernel cannot run.
     """
     if (
         a.numel()
