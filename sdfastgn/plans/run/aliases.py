@@ -104,9 +104,7 @@ def in_memory(n: Any) -> Tensor:
         steps.attention_to_first,
     ):  # attention kernels write the heads of a token side by side
         return torch.empty((*shape[:-3], shape[-2], shape[-3], shape[-1]), device="meta").transpose(-2, -3)
-    if (
-        n.target is steps.group_norm and len(shape) == 3
-    ):  # a GroupNorm of (N, C, L) keeps the strides of its argument
+    if n.target is steps.group_norm and len(shape) == 3:  # a GroupNorm of (N, C, L) keeps the strides
         return torch.empty_like(in_memory(n.args[0]))
     writer: Any = n.args[0] if n.target is operator.getitem else n
     if len(shape) not in (4, 5) or writer.target in _OF_ROWS:

@@ -44,7 +44,7 @@ _ALLOCATIONS = (
     aten.new_empty.default,
     aten.new_empty_strided.default,
 )
-# Ops that give an existing tensor other memory. First one of them, then the beginnings of the names of all.
+# Ops that give an existing tensor other memory. First one of them, then the names of all, without overloads.
 _SWAP = aten.set_.source_Storage_storage_offset
 _SWAPS = ("aten::resize_", "aten::resize_as_", "aten::set_")
 _INDICES = (torch.int64, torch.int32)

@@ -65,9 +65,7 @@ def trace(
             traced = tracer.traced(call, args, kwargs)
         except Exception as error:
             reasons.append(reason_of(error))
-        except (
-            BaseException
-        ) as error:  # such as KeyboardInterrupt: raised again below, after changes of the model are undone
+        except BaseException as error:  # such as KeyboardInterrupt. The model is restored before it is raised
             interrupt = error
         sets_attributes = not reasons
         reasons += state.restore()

@@ -352,9 +352,7 @@ def frames(
     x, operands = _in_channels_last(x), None
     if isinstance(norm, Group) and norm.pads_first:
         norm = norm._replace(statistics=_padded_statistics(norm.statistics, x, front, back))
-        if (
-            norm.statistics is None
-        ):  # without statistics of the padded frames, they are padded in a pass of their own
+        if norm.statistics is None:  # statistics do not fit, so the pads need a pass before the norm
             x = pad_frames_op.pad_frames(x, front=front, back=back, mode=mode)[0]
             front, back, norm = 0, 0, norm._replace(pads_first=False)
     elif isinstance(norm, Group):
