@@ -28,7 +28,8 @@ from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
 
 aten = torch.ops.aten
-# Steps that compute their result in newly allocated memory, so that a later step may write over it.
+# Functions in ``steps`` that compute their result in newly allocated memory, so that a later one may
+# overwrite it.
 _NEW = (steps.conv, steps.conv_windows, steps.conv_last_slice)
 
 

@@ -18,8 +18,8 @@ aten = torch.ops.aten
 def blended(r: Rewriter, n: Any) -> Node | None:
     """Replaces kept * x + scale * y by one kernel, ``steps.blend``. x and y are images or videos.
 
-    ``kept`` and ``scale`` have one number for each frame, or for all. If y is itself x + h, the step reads h
-    instead, and computes (kept + scale) * x + scale * h. It also adds a bias of a convolution.
+    ``kept`` and ``scale`` have one number for each frame, or for all. If y is itself x + h, the kernel reads
+    h instead, and computes (kept + scale) * x + scale * h. It also adds a bias of a convolution.
     """
     a, b = (_weighted(m) for m in n.args[:2]) if any(operands(n)) else (None, None)
     if a is None or b is None or a[0] is b[0] or not shape(a[0]) == shape(b[0]) == shape(n):

@@ -19,9 +19,9 @@ aten = torch.ops.aten
 
 
 def cat(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
-    """Replaces ``aten.cat`` by a step that need not join the parts, or otherwise by ``steps.cat``.
+    """Replaces ``aten.cat`` by something that need not join the parts, or otherwise by ``steps.cat``.
 
-    The first of ``_RULES`` that fits decides which step that is. Empty parts are dropped.
+    The first function of ``_RULES`` that fits decides what it is. Empty parts are dropped.
     """
     parts = [p for p in parts if math.prod(shape(p))]
     if not parts or any(dtype(p) != dtype(n) for p in parts):

@@ -31,8 +31,8 @@ from sdfastgn.plans.run import steps
 # cuDNN computes a convolution together with bias and ReLU only if the channels of a pixel take a multiple of
 # 16 bytes. In fp16 and bf16 these are 8 channels.
 _CUDNN_CHANNELS = 8
-# For each step that adds a bias: the indices of its arguments ``bias`` and ``emits``. The argument
-# ``activation`` comes directly after ``emits``.
+# For each function in ``steps`` that adds a bias: the indices of its arguments ``bias`` and ``emits``. The
+# argument ``activation`` comes directly after ``emits``.
 _SUMS = {steps.add: (2, 4), steps.add_bias_: (1, 2)}
 
 # In these dtypes a convolution with a 1x1 kernel may become a matrix product. In fp32 PyTorch lets
@@ -121,7 +121,7 @@ def frames_repeated_after(r: Rewriter, n: Any) -> Node | None:
 def in_phases(r: Rewriter, n: Any) -> Node | None:
     """Replaces a 3x3 convolution of an image upsampled by two by ``upsample_conv``, where that is faster.
 
-    The step computes each of the four output phases from the small image, with a 2x2 kernel.
+    It computes each of the four output phases from the small image, with a convolution kernel of 2x2.
     """
     x, weight, bias, stride, padding, dilation, _, _, groups = n.args
     if not has(x, steps.upsample) or not is_only(x) or tuple(x.args[1]) != (2, 2):

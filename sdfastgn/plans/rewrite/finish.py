@@ -22,7 +22,8 @@ _IN_PLACE = {
     aten.slice_scatter.default: steps.write_slice_,
     aten.select_scatter.default: steps.write_select_,
 }
-# Ops and steps whose result lies in newly allocated memory, so that it may be overwritten.
+# Ops of aten, and functions in ``steps``, whose result lies in newly allocated memory, so that it may be
+# overwritten.
 _NEW = (*_IN_PLACE, *_IN_PLACE.values(), *UNFILLED, steps.copy, aten.full.default)
 
 

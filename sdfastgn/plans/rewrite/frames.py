@@ -139,8 +139,8 @@ def last_slice(r: Rewriter, n: Any) -> Node | None:
 def in_frames(r: Rewriter, n: Any) -> Node | None:
     """Replaces pads, a cache or upsampling before a convolution of a video by one kernel, ``steps.frames``.
 
-    The cache has the last frames of the chunk before. A norm before these becomes part of the step. If it
-    pays, the step puts the frames of each window of the convolution side by side as channels, so that a 2-D
+    The cache has the last frames of the chunk before. The kernel also computes a norm before these. If that
+    is faster, it puts the frames of each window of the convolution side by side as channels, so that a 2-D
     convolution can follow: ``steps.conv_windows``.
     """
     _, weight, bias, stride, padding, dilation, _, _, groups = n.args
@@ -329,7 +329,7 @@ def _kept_of(source: Source) -> tuple[Kept, ...] | None:
     kept = tuple(k for k in found if k is not None)
     if len(kept) < len(found) or (kept and (source.back or source.times != _ONCE)):
         return None
-    # One step reads the cache and returns the kept frames. So the cache must not be computed from kept
+    # One kernel reads the cache and returns the kept frames. So the cache must not be computed from kept
     # frames.
     if source.cache is not None and not all(source.cache < k.reader for k in kept):
         return None
@@ -359,7 +359,7 @@ def _kept_by(u: Any, source: Source) -> Kept | None:
 
 
 def _read_kept(r: Rewriter, kept: tuple[Kept, ...], frames: Node) -> None:
-    """Lets nodes that keep frames for the next chunk read ``frames``, the second result of the step."""
+    """Lets nodes that keep frames for the next chunk read ``frames``, a result of ``steps.frames``."""
     most = shape(frames)[2]
     for reader, length, whole in kept:
         part = r.cut(frames, 2, most - length, length)

@@ -60,8 +60,8 @@ class _Part(NamedTuple):
 def heads(graph: fx.Graph) -> fx.Graph:
     """Replaces norms, rotary embeddings and concatenations of attention heads by fewer kernels.
 
-    The pass goes from the first node to the last, because rules for later nodes look for steps that earlier
-    nodes were replaced by.
+    The pass goes from the first node to the last, because rules for later nodes look for the kernels that
+    have replaced earlier nodes.
     """
     return apply(graph, _one_step, *_RULES, steps.layer_norm, *LAST_OPS)
 
@@ -179,7 +179,7 @@ def _join(r: Rewriter, parts: list[_Part], n: Node, is_swapped: bool) -> Node:
 
 
 def _is_read_by_attention(n: Node, *through: Any) -> bool:
-    """True if attention reads ``n``, directly or after steps of the kinds ``through``."""
+    """True if attention reads ``n``, directly or after calls of the functions ``through``."""
     return any(
         has(u, steps.attention) or (has(u, *through) and _is_read_by_attention(u, *through)) for u in n.users
     )
@@ -257,5 +257,5 @@ def _cut_table(r: Rewriter, t: Node | None, dim: int, start: int, length: int) -
     return t if t is None or shape(t)[dim] == 1 else r.cut(t, dim, start, length)
 
 
-# For each op or step, the function that replaces nodes of it. ``_normalized`` is for all others.
+# For each function that nodes call, the rule that replaces such nodes. ``_normalized`` is for all others.
 _RULES = {steps.rotate: _rotated, steps.cat: _joined, aten.slice_scatter.default: _overwritten}

@@ -43,7 +43,7 @@ def modulations(graph: fx.Graph) -> fx.Graph:
 def spatial_norm(r: Rewriter, n: Any) -> Node | None:
     """Replaces group_norm(x) * factor + offset by ``steps.modulated_norm``.
 
-    Factor and offset must be upsampled from small tensors. The step upsamples them itself.
+    Factor and offset must be upsampled from small tensors. The kernel upsamples them itself.
     """
     for product, offset in operands(n):
         for norm, factor in operands(product) if has(product, aten.mul.Tensor) and is_only(product) else ():

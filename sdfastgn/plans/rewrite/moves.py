@@ -79,7 +79,7 @@ def mean_of_views(r: Rewriter, n: Any) -> Node | None:
 def sum_of_views(r: Rewriter, n: Any) -> Node | None:
     """Replaces a sum of operands that a reshape has copied by ``steps.add_views``.
 
-    The step reads the views before the reshape.
+    This function reads the views before the reshape, so the reshape need not copy.
     """
     a, b = next(operands(n), (None, None))
     if a is None or b is None or rank(n) not in (4, 5) or 0 in shape(n):
@@ -130,7 +130,7 @@ def _sum(r: Rewriter, a: Any, b: Any) -> Node | None:
 
 
 def moved(r: Rewriter, n: Any) -> Moved | None:
-    """Finds the value that a step has computed and of which ``n`` is a view or a reshaped copy.
+    """Finds the computed value of which ``n`` is a view or a reshaped copy.
 
     None if a reshape between the two does not just split or join axes of a view.
     """

@@ -58,7 +58,7 @@ PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     statistics,  # sums also compute mean and variance for the GroupNorm after them
     relus,  # convolutions take in bias, residual and ReLU
     tokens,  # sums before layer norms, gated activations and linear layers become fewer kernels
-    packs,  # linear layers with the same input become one step, if no other pass has replaced them
+    packs,  # linear layers with the same input become one product, if no other pass has replaced them
     finish,  # some writes become in-place. Must be last: later passes might read overwritten values
 )
 

@@ -22,7 +22,7 @@ def repeats(graph: fx.Graph) -> fx.Graph:
 def upsampled(r: Rewriter, n: Any) -> Node | None:
     """Replaces repeated elements by ``steps.upsample``, if a convolution or a pad reads them.
 
-    Convolutions and pads need the repeated elements in memory. Other steps may read the views instead, so for
+    Convolutions and pads need the repeated elements in memory. Other ops may read the views instead, so for
     them nothing is replaced. Along time, the model must repeat all frames but the first: it must cut off the
     copies of the first frame.
     """

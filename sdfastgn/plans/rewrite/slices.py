@@ -233,11 +233,11 @@ def _last(count: int) -> Callable[[Node], Iterable[int]]:
 
 
 _FILLED = (aten.full.default, aten.empty.memory_format)
-# In these ops and steps each element of the result depends on one element of each operand. So they treat
+# In these functions each element of the result depends on one element of each operand. So they treat
 # samples separately, as all ops do that PyTorch tags as pointwise.
 _SEPARATE = (steps.cast, steps.copy, steps.expand, aten.contiguous.default, aten.empty_like.default)
-# For each op or step: a function that returns those axes of its first operand along which the op mixes or
-# chooses elements. None of them may be the axis of the samples.
+# For each function that nodes call: a function that returns those axes of its first operand along which the
+# op mixes or chooses elements. None of them may be the axis of the samples.
 _MIXED: dict[Any, Callable[[Node], Iterable[int]]] = {
     steps.attention: _last(2),
     steps.cat: _listed(1),
@@ -263,5 +263,5 @@ _MIXED: dict[Any, Callable[[Node], Iterable[int]]] = {
     aten.upsample_nearest2d.default: _after_samples,
     aten.upsample_nearest3d.default: _after_samples,
 }
-# Ops and steps of which only the first operand may depend on samples. The others are weights.
+# Functions of which only the first operand may depend on samples. The others are weights.
 _OF_FIRST = (steps.conv, steps.group_norm, steps.layer_norm, steps.linear, aten.rms_norm.default)

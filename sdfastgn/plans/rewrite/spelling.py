@@ -184,7 +184,7 @@ def _cast(
 def _other_elements(r: Rewriter, n: Node, x: Node, *more: Any) -> Node:
     """Makes the argument of a view in another dtype contiguous.
 
-    Such views need neighboring elements in memory, and steps may write their results channels-last.
+    Such views need neighboring elements in memory, and the kernels of a plan may write channels-last.
     """
     dense = r.like(aten.contiguous.default, (x,), x)
     return r.like(n.target, (dense, *more), n)

@@ -20,8 +20,8 @@ from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.rewrite.views import merged_views
 from sdfastgn.plans.run import steps
 
-# For each step that can compute statistics of its result for a GroupNorm: the index of its argument
-# ``emits``, which turns this on.
+# For each function in ``steps`` that can compute statistics of its result for a GroupNorm: the index of its
+# argument ``emits``, which turns this on.
 _EMITS = {steps.add: 4, steps.add_bias_: 2, steps.blend: 5, steps.cat_two: 2, steps.upsample_conv: 3}
 
 
@@ -119,7 +119,10 @@ def channels_of_two(r: Rewriter, n: Any) -> Node | None:
 
 
 def known_statistics(r: Rewriter, n: Any) -> Node | None:
-    """Lets the step that writes the input of a GroupNorm also compute the statistics that the norm needs."""
+    """Lets the kernel that writes the input of a GroupNorm also compute statistics for the norm.
+
+    Statistics are sums from which a norm gets mean and variance.
+    """
     x = n.args[0]
     if not _takes_statistics(n, x):
         return None
@@ -128,7 +131,7 @@ def known_statistics(r: Rewriter, n: Any) -> Node | None:
     if not has(x, operator.getitem) or x.args[1] != 0 or not has(x.args[0], *_EMITS):
         return None
     if _is_of_frames(n) and rank(x) == 5 and shape(x)[2] > 1:
-        return None  # the step would compute statistics of the whole video, and not of each frame
+        return None  # the kernel would compute statistics of the whole video, and not of each frame
     writer = x.args[0]
     writer.update_arg(_EMITS[writer.target], True)
     known = next((u for u in writer.users if u.args[1] == 1), None) or r.new(operator.getitem, (writer, 1))

@@ -36,9 +36,10 @@ from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.aliases import base
 
 aten = torch.ops.aten
-# For each step that computes a norm: the index of its argument ``shift``, which it adds to its input.
+# For each function in ``steps`` that computes a norm: the index of its argument ``shift``, which it adds to
+# its input.
 _SHIFT = {steps.group_norm: 6, steps.channel_norm: 7, steps.frames: 7}
-# For each step that computes a sum: the index of its argument ``activation``.
+# For each function in ``steps`` that computes a sum: the index of its argument ``activation``.
 _ACTIVATION = {steps.add: 5, steps.add_bias_: 3}
 
 

@@ -82,9 +82,9 @@ def _add_before_norms(graph: fx.Graph) -> fx.Graph:
 
 
 def _norm_of_sum(r: Rewriter, total: Node, norm: Sequence[Any], bias: Node | None) -> Node:
-    """Makes a step that returns layer_norm(total) and total + bias, where ``total`` is a sum.
+    """Makes a node that computes layer_norm(total) and total + bias in one kernel. ``total`` is a sum.
 
-    If rows of a summand are repeated by views, the step reads each of them once.
+    If rows of a summand are repeated by views, the kernel reads each of them once.
     """
     for x, added in operands(total):
         found = grouped_rows(r, added)

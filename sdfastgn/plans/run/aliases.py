@@ -47,7 +47,7 @@ def is_view(n: Node) -> bool:
 
 
 def writes_over(n: Node) -> bool:
-    """True if ``n`` writes over its first argument: an in-place op, or a step whose name ends with "_"."""
+    """True if ``n`` writes over its first argument: it calls an in-place op, or a function named like "add_"."""
     if n.op != "call_function":
         return False
     target: Any = n.target
@@ -59,7 +59,7 @@ def base(n: Node) -> Node:
     while is_view(n):
         source: Any = n.args[0]
         if n.target is operator.getitem and not is_view(source):
-            break  # ``n`` is one of several results that a step computes, in memory of its own
+            break  # ``n`` is one of several results of a function, in memory of its own
         n = source
     return n
 

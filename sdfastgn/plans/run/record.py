@@ -10,7 +10,7 @@ no action: it is another place in the same memory.
 
 Some steps cannot be recorded as single actions. For example, a step may read the value of an element, or a
 tensor in memory that no operand has and no action has allocated. Such a step becomes one action, which calls
-the whole step. It does not run a second time for that.
+the whole step. The step does not run a second time for that.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ def record(
     Args:
         graph: a rewritten graph, as in ``Plan``: placeholders, calls of steps and of ops, and an output with
             a flat list.
-        fixed: the values of the first placeholders: parameters, tensors from elsewhere and constants.
+        fixed: the values of the first placeholders: parameters, other tensors of the model's code, copies in
+            E4M3 and constants.
         inputs: the values of the other placeholders: the tensors among the arguments of the call.
 
     Raises Unrecordable, before anything has run, if ``inputs`` share memory or are no plain tensors.
@@ -243,7 +244,7 @@ class _Recorder(TorchDispatchMode):
         self.failure: str | None = None
         self._simple = set(_WHOLE)  # ops that are recorded as one action, and not as the ops inside of them
         self._is_paused = False
-        self._reason: str | None = None  # why the step that runs now must be recorded as one call
+        self._reason: str | None = None  # why the node that runs now must be recorded as one call
         for i, t in enumerate((*fixed, *inputs)):
             if type(t) not in _PLAIN or t.layout is not torch.strided or t.is_meta:
                 raise Unrecordable(f"an operand is a {type(t).__name__} of layout {t.layout} on {t.device}")
@@ -287,7 +288,7 @@ class _Recorder(TorchDispatchMode):
             self._is_paused = before
 
     def step(self, n: Node, args: Any, kwargs: Any) -> Any:
-        """Runs node ``n``. Records its single actions, or else one call of the whole step."""
+        """Runs node ``n``. Records all that it executes, or else one call of its function."""
         target: Any = n.target
         actions, memories, self._reason = len(self.actions), len(self.memories), self.failure
         result = target(*args, **kwargs)
@@ -362,7 +363,7 @@ class _Recorder(TorchDispatchMode):
     def _packed(self, t: Tensor) -> Tensor:
         """Records which weights the tensor ``t`` covers: they lie side by side, and ``t`` got their memory.
 
-        If ``t`` covers something else, the step must be recorded as one call.
+        If ``t`` covers something else, the node must be recorded as one call.
         """
         row: list[int] = []
         at, end = t.data_ptr(), t.data_ptr() + t.nbytes

@@ -86,7 +86,7 @@ class Step(NamedTuple):
 
 
 def steps_of(graph: fx.Graph) -> list[Step]:
-    """Lists the steps of ``graph``, in order. Views do not count, nor do reshapes that must copy."""
+    """Lists the kernel and op calls of ``graph``, in order. Views and all reshapes are left out."""
     return [_step(n) for n in graph.nodes if n.op == "call_function" and not is_view(n)]
 
 
@@ -130,7 +130,7 @@ def peak(graph: fx.Graph) -> int:
     for n in graph.nodes:
         source: Any = n.args[0] if is_view(n) or writes_over(n) else n
         if n.target is operator.getitem and (n.args[1] or not writes_over(source)):
-            source = n  # ``n`` is one of several results of a step, and has memory of its own
+            source = n  # ``n`` is one of several results of a function, and has memory of its own
         homes[n] = n if source is n else homes[source]
         last.update((homes[a], n) for a in n.all_input_nodes)
     ends: dict[Node, list[Node]] = collections.defaultdict(list)
