@@ -1,4 +1,4 @@
-"""The last pass: it decides which steps write in place, and which results must be copied.
+"""The last pass: it decides which nodes write in place, and which results must be copied.
 
 In all earlier passes a node stands for a value, wherever the value lies in memory.
 """

@@ -47,7 +47,7 @@ def is_view(n: Node) -> bool:
 
 
 def writes_over(n: Node) -> bool:
-    """True if ``n`` writes over its first argument: it calls an in-place op, or a function named like "add_"."""
+    """True if ``n`` writes over its first argument: it calls an in-place op or a function such as "add_"."""
     if n.op != "call_function":
         return False
     target: Any = n.target

@@ -76,7 +76,10 @@ def generate(recording: Recording) -> Code:
 
 
 def _view(t: Tensor, own: Place, place: Place) -> Tensor:
-    """Makes a view of the memory of ``t`` that is to ``t`` as ``place`` is to ``own`` in the recording."""
+    """Makes a view of the memory of ``t``.
+
+    In the recording, ``t`` was at the place ``own``, and the view was at ``place``.
+    """
     if place == own:
         return t
     if place.dtype is own.dtype:
