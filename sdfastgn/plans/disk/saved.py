@@ -58,6 +58,6 @@ class Saved:
                 self._text = None
 
     def save(self) -> None:
-        """Write the plan that ``note`` has got to the file. Does nothing if the plan came from the file."""
+        """Write to the file the plan that ``note`` was called with. Does nothing if there is none."""
         if self._key is not None and self._text is not None:
             files.save(self._key, self._text)

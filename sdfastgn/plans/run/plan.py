@@ -117,8 +117,8 @@ class Plan:
     def _forward(self) -> Callable[..., list[Any]]:
         """A Python function that runs the graph.
 
-        It is made only when it is needed, because that takes 0.08 s for a UNet. Calls by ``Baked`` do not
-        need it.
+        It is made only when it is needed, because that takes 0.08 s for a UNet. The generated
+        code of ``Baked`` does not need it.
         """
         return fx.GraphModule({}, self.graph).forward
 

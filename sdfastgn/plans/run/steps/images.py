@@ -391,9 +391,10 @@ def _statistics_of(statistics: Any, samples: int, positions: int) -> Any:
 
 
 def _padded_statistics(statistics: Any, x: Tensor, front: int, back: int) -> Any:
-    """Computes the statistics of x, padded with ``front`` copies of its first and ``back`` of its last frame.
+    """Computes sums for mean and variance of x, padded with copies of its first and last frame.
 
-    ``statistics``: those of each frame of x, or None. None is returned if the kernel cannot use them.
+    ``front``, ``back``: the numbers of copies. ``statistics``: the sums of each frame of x, or None. Returns
+    None if a GroupNorm's kernel could not use the result.
     """
     N, _, T, H, W = x.shape
     if statistics is None:
