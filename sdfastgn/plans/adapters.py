@@ -1,8 +1,13 @@
-"""Layers with adapters in plans: each is traced as the plain layer with merged weights that replaces it.
+"""Plans of models with adapters, such as LoRAs. A plan is a traced call that runs without the model's Python.
 
-Merged weights (``patches/lora``) have memory of their own, which a plan reads like that of parameters. Before
-a plan runs, an ``AdapterSurvey`` writes new weights into this memory if adapters or scales have changed.
-While the GPU works, it compares everything else from which they are computed, as for CUDA graphs.
+In the trace, a plain layer with a merged weight replaces each layer with adapters. The merged weight is the
+layer's own weight plus what the adapters add to it. Merged weights (``patches/lora``) have memory of their
+own, and a plan reads them as it reads parameters.
+
+Before a plan runs, an ``AdapterSurvey`` compares the adapters and their scales with those of the last call.
+If they have changed, it writes new merged weights into the same memory. While the GPU runs the plan, the
+survey compares all tensors from which the merged weights are computed. If one has changed, the plan runs
+again.
 """
 
 from __future__ import annotations
@@ -22,26 +27,33 @@ from sdfastgn.patches.lora.merged_weights import changing
 from sdfastgn.patches.lora.merging import is_frozen
 from sdfastgn.plans.trace.traced import Traced, Untraceable
 
-# A plan runs this many times at most if other threads write the merged weights while it reads them.
+# A plan, which replaces the Python of a traced call, runs at most this many times for one call. It runs again
+# if another thread has changed adapters while the plan read the merged weights.
 _MOST_RUNS = 4
 _OTHERS = "another thread changes its adapters"
 
 R = TypeVar("R")
 
 
-class Unmerged(Exception):  # noqa: N818  # no error for callers: they run upstream's code
-    """A layer cannot run merged any more, or its merged weights are in other memory. The message says why."""
+class Unmerged(Exception):  # noqa: N818  # callers catch it, and run the model's own code
+    """The adapters of a layer cannot be merged any more, or its merged weight is in other memory.
+
+    The message says which of the two, and why.
+    """
 
 
 class Adapters:
-    """The layers with adapters in ``module``, in one state of its code.
+    """The layers of ``module`` that have adapters, such as a LoRA, and their merged weights.
 
-    ``has_replaced``: True if other code has replaced parts of what the module runs. Then no layer is merged.
+    An object is valid as long as nobody replaces functions that the module's code calls.
+
+    ``has_replaced``: True if other code has replaced such functions before. Then no layer runs with a merged
+    weight, because a merged layer would ignore the replacement.
 
     Attributes:
-        survey: compares the layers that run merged.
-        reason: why calls of the module can have no plans; None if they can.
-        layers: each plain layer with merged weights -> the layer of the model that it replaces.
+        survey: compares the adapters of all layers that run with merged weights, and writes the weights.
+        reason: why calls of the module cannot be traced; None if they can.
+        layers: a dict from each plain layer with a merged weight to the layer of the model that it replaces.
     """
 
     def __init__(self, module: nn.Module, has_replaced: bool = False) -> None:
@@ -49,7 +61,8 @@ class Adapters:
         if has_adapters(module):
             why = "code that they run was replaced" if has_replaced else reason_not_merged(module)
             if why is None:
-                # Merged weights get the strides of the weights from which they are computed.
+                # Merged weights get the strides of the weights from which they are computed. So these are
+                # made channels-last first.
                 channels_last.lay_out_weights(module)
         self.survey = AdapterSurvey(module, merges=why is None)
         if why is None and not self.survey.takes_scale:
@@ -58,19 +71,25 @@ class Adapters:
         self.layers = self.survey.stand_ins
 
     def scale(self, module: nn.Module, kwargs: dict[str, Any]) -> LoraScale:
-        """The scale for all adapters among the arguments of a call. Raises Unsupported if it is no number."""
+        """Finds the scale for all adapters among the arguments of a call, such as ``{"scale": 0.5}``.
+
+        Raises Unsupported if the scale is no number.
+        """
         scale = LoraScale(module, kwargs, self.survey)
         if self.layers and scale.is_left:
             raise Unsupported("the scale of its adapters is no number")
         return scale
 
     def refresh(self, factor: float) -> None:
-        """Bring all merged weights up to date, with all scales multiplied by ``factor``. Raises Unmerged."""
+        """Bring all merged weights up to date, with the scales of all adapters multiplied by ``factor``.
+
+        Raises Unmerged if the adapters cannot be merged any more.
+        """
         if not self.survey.refresh(factor):
             raise Unmerged(self.survey.reason)
 
     def check(self, traced: Traced) -> None:
-        """Raise Untraceable if the trace has read the weights of an adapter."""
+        """Raise Untraceable if the traced call has read the weights of an adapter instead of merged ones."""
         own = {part for layer in self.survey.layers for part in layer.modules()} - {*self.layers.values()}
         if any(module in own for module, *_ in traced.parameters):
             raise Untraceable("a layer with an adapter runs its own code")
@@ -81,15 +100,21 @@ class Adapters:
             raise Unsupported(_OTHERS)
 
     def run(self, run: Callable[[], R | None], factor: float, *, is_capture: bool, is_once: bool) -> R | None:
-        """``run()``, which reads merged weights that are up to date. Raises Unmerged and Unsupported.
+        """Bring merged weights up to date, call ``run()``, and return its result.
 
-        Only one thread at a time may call it.
+        If adapters have changed while ``run`` computed, call it again. Only one thread at a time may call
+        this method.
+
+        Raises Unmerged if the adapters cannot be merged any more, and Unsupported if another thread changes
+        adapters in each attempt.
 
         Args:
-            run: runs a plan and compares the model. It may run again, unless its result is None.
-            factor: all scales are multiplied by it.
+            run: runs a plan, and compares the model with what was traced. If it returns None, this method
+                returns None at once.
+            factor: a number by which the scales of all adapters are multiplied.
             is_capture: True in the capture of a CUDA graph, where no weights may be written.
-            is_once: True if ``run`` may run only once. Then other threads that change adapters wait.
+            is_once: True if ``run`` may be called only once, for instance because it writes into arguments.
+                Then other threads that want to change adapters wait until it returns.
         """
         survey = self.survey
         if not survey.layers:

@@ -1,8 +1,13 @@
-"""Plans for models of ComfyUI whose blocks cannot be fused: there are none, or their code was never tested.
+"""Plans for those models of ComfyUI in which fused blocks cannot replace ComfyUI's blocks.
 
-A VAE gets them by a second injection. The first one, of ``patches/comfyui``, leaves such blocks stock.
-ComfyUI turns both on when it has loaded the VAE, and off before it moves or patches the weights. UNets
-(``comfyui_unet.py``) have fused blocks, too.
+A plan is a traced call that runs without the model's Python. A model needs plans if sdfastgn has no fused
+form of its blocks, or if this release of ComfyUI has other code in the blocks than the releases that were
+tested.
+
+In ComfyUI, an injection is a pair of functions. ComfyUI calls the first when it has loaded a model, and the
+second before it moves or patches the weights. A VAE gets two injections of sdfastgn. The first one
+(``patches/comfyui``) fuses the blocks that it can, and the second one, in this file, turns plans on and off.
+UNets may have fused blocks and plans at the same time (``comfyui_unet.py``).
 """
 
 from __future__ import annotations
@@ -27,18 +32,24 @@ from sdfastgn.plans import comfyui_unet
 from sdfastgn.plans import install as planning
 from sdfastgn.plans.forward import PlannedForward
 
-# The name of the injection in a ``ModelPatcher``.
+# The name under which ComfyUI's ``ModelPatcher`` keeps the two functions that turn plans on and off.
 _KEY = "sdfastgn plans"
-# Packages with which ComfyUI's layers load their weights. What they keep changes no result.
+# Packages with which ComfyUI's layers load their weights. They keep state between calls, but that changes no
+# result, so a trace may run their code.
 TRUSTED = frozenset(("comfy_aimdo", "comfy_kitchen", "psutil"))
-# VAE -> what was taken off from it. ComfyUI takes out and puts in around each decode and encode.
+# A dict from a VAE to the ``PlannedForward`` objects that were removed from its modules. They are used again,
+# because ComfyUI turns plans on and off around each decode and encode.
 _taken_out: weakref.WeakKeyDictionary[nn.Module, list[PlannedForward]] = weakref.WeakKeyDictionary()
 
 
 def optimize_model(
     model: Any, cuda_graphs: str | bool = "auto", after_run: Callable[[str], None] | None = None
 ) -> Any:
-    """``model_patcher.optimize_model``. A UNet with code that was never tested also gets plans."""
+    """Does what ``model_patcher.optimize_model`` does, and lets a UNet with untested code run as plans.
+
+    A plan is a traced call that runs without the model's Python. Untested code is code of another release of
+    ComfyUI than those with which fused blocks were compared.
+    """
     return model_patcher.optimize_model(model, cuda_graphs, after_run, fuse=_fuse, describe=text_of)
 
 
@@ -51,15 +62,16 @@ def _fuse(root: nn.Module, cuda_graphs: str | bool) -> None:
 
 
 def optimize_vae(vae: Any, after_load: Callable[[str], None] | None = None, *, plans: bool = True) -> Any:
-    """A copy of ComfyUI's VAE ``vae``. While the copy is loaded, it is fused or runs as plans.
+    """Copies ComfyUI's VAE ``vae``. While the copy is loaded, it has fused blocks or runs as plans.
 
-    ``vae`` itself stays stock.
+    A plan is a traced call that runs without the model's Python. ``vae`` itself runs ComfyUI's own code as
+    before.
 
     Args:
         vae: ComfyUI's VAE.
         after_load: called with the text of the report before each decode and encode, when ComfyUI has loaded
             the model.
-        plans: False leaves a VAE whose blocks cannot be fused as it is.
+        plans: False lets a VAE whose blocks cannot be fused run ComfyUI's own code.
 
     Raises what ``model_patcher.check_vae`` raises.
     """
@@ -72,9 +84,10 @@ def optimize_vae(vae: Any, after_load: Callable[[str], None] | None = None, *, p
 
 
 def text_of(patcher: Any, has_run: bool = True) -> str:
-    """The report on the model of a ``ModelPatcher``, in a few lines. The first line says if it is faster.
+    """Returns the report on the model of a ``ModelPatcher`` as a text of a few lines.
 
-    With ``has_run`` False the numbers of calls are left out.
+    The first line says whether sdfastgn makes the model faster. With ``has_run`` False the numbers of calls
+    are left out.
     """
     root = root_of(patcher)
     untested = _untested_unet(patcher)
@@ -98,7 +111,10 @@ def text_of(patcher: Any, has_run: bool = True) -> str:
 
 
 def _untested_unet(patcher: Any) -> list[Untested]:
-    """Why the calls of a UNet run as plans; empty if they do not. Calls with code of other nodes do not."""
+    """Lists the untested code because of which the calls of a UNet run as plans. Empty if they do not.
+
+    They do not if other nodes of ComfyUI have put code of their own into the calls.
+    """
     options = patcher.model_options.get("transformer_options", {})
     return comfyui_unet.untested_in(root_of(patcher)) if has_no_patches(options) else []
 
@@ -108,7 +124,7 @@ def _gets_plans(patcher: Any) -> bool:
     if planning.has_plans_now(root):
         return True
     modules = list(root.modules())
-    is_untried = not planning.is_convolutional(modules)  # transformers were not tried as plans in ComfyUI
+    is_untried = not planning.is_convolutional(modules)  # plans of transformers were not tested in ComfyUI
     if _KEY not in patcher.injections or is_untried or not planning.gets_plans(root):
         return False
     if report.untested_in(root):
@@ -127,15 +143,15 @@ def _put_in(patcher: Any) -> None:
         former = _taken_out.pop(root, ())
         planning.install(root, True, TRUSTED, former=former)
         if any(planned.plans for planned in former):
-            channels_last.lay_out_weights(root)  # as when these plans were made
+            channels_last.lay_out_weights(root)  # the former plans were traced with channels-last weights
 
 
 def _take_out(patcher: Any, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-    if is_finalizing():  # when Python exits, parts of it are gone
+    if is_finalizing():  # Python exits, and modules that the code below needs may be gone
         return
     root = root_of(patcher)
     former = planning.take_off(root)
     for planned in former:
-        planned.moved()  # ComfyUI may move the weights next, and their old memory must be free then
+        planned.moved()  # drops references to weights: ComfyUI may move them next, to free memory
     if former:
         _taken_out[root] = former

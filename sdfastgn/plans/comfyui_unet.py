@@ -1,8 +1,11 @@
-"""Plans for a ``UNetModel`` of ComfyUI with code that was never tested, in itself or in a block.
+"""Plans for a ``UNetModel`` of ComfyUI whose code, or the code of a block, was never tested with sdfastgn.
 
-The model gets the class ``PlannedUNetModel``, which relies on no tested code. A call without code of other
-nodes runs as a plan, and as a CUDA graph of the plan where Python takes longer than the GPU. Every other call
-runs ComfyUI's own code, with the fused blocks that are known.
+A plan is a traced call that runs without the model's Python. Fused blocks repeat code of ComfyUI, so they
+need releases in which this code was read and tested. Plans are traced from whatever code there is.
+
+The model gets the class ``PlannedUNetModel``. If no other node of ComfyUI has put code into a call, the call
+runs as a plan. If Python takes longer than the GPU, the plan is captured as a CUDA graph. Every other call
+runs ComfyUI's own ``forward``, in which the blocks with tested code are fused.
 """
 
 from __future__ import annotations
@@ -25,20 +28,21 @@ from sdfastgn.patches.swap.tested_sources import Untested, unknown_source
 from sdfastgn.plans.install import Maker, Planned, described
 from sdfastgn.plans.trace.refusals import is_tracing, refuse
 
-# The method that plans and graphs repeat.
+# The name of the method whose calls are traced, and captured as CUDA graphs.
 _METHOD = "call_alone"
 # The arguments of ``_forward`` on which ``PlannedUNetModel`` relies.
 _ARGUMENTS = ["self", "x", "timesteps", "context", "y", "control", "transformer_options", "kwargs"]
-# Entries of ``transformer_options`` that are empty in a call without other nodes.
+# Entries of ``transformer_options`` that are empty dicts if no other node has put code into the call.
 _EMPTY = ("patches", "patches_replace")
 # The ``transformer_options`` of the call that runs now.
 _options: ContextVar[dict[str, Any]] = ContextVar("sdfastgn_transformer_options")
 
 
 class _Unread:
-    """Replaces an entry of ``transformer_options`` in a trace. The trace ends if code uses its value.
+    """Replaces a value in ``transformer_options`` during a trace. Any use of the value ends the trace.
 
-    ComfyUI's code passes all entries on to other nodes. Their values differ in each call.
+    A plan could not repeat such a use, because the values differ from call to call. ComfyUI's own code only
+    passes them on to other nodes.
     """
 
     def __init__(self, name: str) -> None:
@@ -58,9 +62,11 @@ class _Unread:
 
 
 class PlannedUNetModel(UNetModel):
-    """``UNetModel`` whose calls are plans of ComfyUI's own code, where no other node takes part.
+    """A ``UNetModel`` that traces ComfyUI's own code, and runs later calls from the trace, as plans.
 
-    x (N, C, H, W), timesteps (N,), context (N, tokens, D) -> (N, C_out, H, W).
+    A call in which another node takes part with code of its own runs ComfyUI's ``forward`` instead.
+
+    Shapes: x (N, C, H, W), timesteps (N,), context (N, tokens, D). The result is (N, C_out, H, W).
     """
 
     def _forward(
@@ -92,9 +98,12 @@ class PlannedUNetModel(UNetModel):
         control: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, dict[str, int]]:
-        """A call without code of other nodes. Leaves ``control`` as it is.
+        """Compute a call in which no other node takes part. This is the method that is traced.
 
-        Returns also how many entries of each list in ``control`` ComfyUI's code has not removed.
+        ComfyUI's code removes the tensors that it uses from the lists in ``control``. This method gives it
+        copies of the lists, so ``control`` stays as it is.
+
+        Returns the result, and for each list in ``control`` how many of its entries are left.
         """
         options = _options.get()
         if is_tracing():
@@ -119,7 +128,10 @@ PLANNED = ClassSwap("comfyui_planned_unet", UNetModel, PlannedUNetModel, check=_
 
 
 def untested_in(root: nn.Module) -> list[Untested]:
-    """The untested code that gives ``root``, a ``UNetModel``, plans. Empty if it gets no plans."""
+    """Lists the code because of which ``root``, a ``UNetModel``, runs as plans. Empty if it gets no plans.
+
+    This is code of ComfyUI that differs from all releases that were tested.
+    """
     if stock_class(root) is not UNetModel or PLANNED.reason_to_skip(root) is not None:
         return []
     own = unknown_source(*graphs.UNET.sources)
@@ -127,7 +139,11 @@ def untested_in(root: nn.Module) -> list[Untested]:
 
 
 def inspect_plans(unet: nn.Module) -> Iterator[Planned]:
-    """Yields what the report says about the plans of ``unet``, for each state of the code."""
+    """Yields what the report says about the plans of ``unet``.
+
+    Code that other packages replace while a program runs has several states. There is one item for each state
+    in which calls were traced.
+    """
     graphed = graphs.graphs_of(unet)
     for planned in () if graphed is None else graphed.planned:
         yield described("", unet, planned)
@@ -136,7 +152,8 @@ def inspect_plans(unet: nn.Module) -> Iterator[Planned]:
 def install(unet: nn.Module, mode: str | bool, trusted: frozenset[str]) -> None:
     """Let calls of ``unet``, a ``PlannedUNetModel``, run as plans.
 
-    ``mode``: as ``cuda_graphs`` in ``sdfastgn.optimize``. ``trusted``: packages whose code keeps no state.
+    ``mode``: the argument ``cuda_graphs`` of ``sdfastgn.optimize``. ``trusted``: names of packages whose code
+    a trace may run, because it keeps no state that changes results.
     """
     planner = Planner(Maker(trusted, False), is_always=True, is_required=True)
     graphs.install(unet, mode, _METHOD, planner)

@@ -1,17 +1,19 @@
-"""A module's ``forward`` with plans: each call runs a plan, makes one, or runs the model's own code.
+"""``PlannedForward`` replaces the ``forward`` of a module. Each call runs a plan, makes one, or does without.
 
-A call takes these steps:
+A plan is a traced call as a list of kernel calls, which run without the model's Python. A call of the module
+goes through these steps:
 
 1. ``arguments.py`` makes a key of the arguments. Calls with equal keys can share a plan.
-2. If ``store.py`` has a plan for the key, it runs, after merged weights of adapters were brought up to date
-   (``adapters.py``). While the GPU computes, ``guard.py`` compares the model with what it was in the trace.
-   If it has changed, the result and the plans are dropped, and the call begins again.
-3. If there is none, ``making.py`` traces the call and makes the plan, which runs. ``outcome.py`` keeps what
-   the call returns besides tensors. ``state.py`` has the attributes of modules in which a call keeps tensors.
-   For masks of attention that hide nothing, ``masks.py`` makes another plan of the same graph.
-4. Every other call runs the model's own code. The reason is counted, and the report shows it. If the reason
-   is in the model, modules inside get plans (``inside.py``). The first call of some models fills tables.
-   After such a call the next one is traced.
+2. If ``store.py`` has a plan for the key, the plan runs. Before that, merged weights of adapters are brought
+   up to date (``adapters.py``). While the GPU computes, ``guard.py`` compares the model with its state during
+   the trace. If the model has changed, the result and all plans are dropped, and the call begins again.
+3. If there is no plan, ``making.py`` traces the call, makes the plan and runs it. ``outcome.py`` records what
+   the call returns besides tensors. ``state.py`` finds attributes of modules in which a call keeps tensors
+   for later calls. If attention masks hide nothing, ``masks.py`` makes a second plan from the same graph,
+   without the masks.
+4. Every other call runs the model's own code. The reason is counted, and the report shows it. If the model
+   cannot be traced, smaller modules in it get plans (``inside.py``). The first call of some models fills
+   tables that later calls read. Such a call cannot be traced, but the next one is.
 """
 
 from __future__ import annotations
@@ -72,26 +74,31 @@ from sdfastgn.plans.store import Made, Plans
 from sdfastgn.plans.trace.refusals import is_tracing
 from sdfastgn.plans.trace.traced import Untraceable
 
-# A call is captured once the GPU was done before Python in this number of calls of its kind in a row. Python
-# may take long in one call by chance, for instance because another thread runs.
+# A call becomes a CUDA graph only if Python took longer than the GPU in this number of calls of the same kind
+# in a row. In one call Python may take long by chance, for instance because another thread runs.
 _IDLE_CALLS = 2
-# A kind of call is traced again once after a trace that failed: the first call of some models makes
-# attributes or fills caches, and the trace of a later call succeeds.
+# Number of times that calls with equal arguments are traced if the trace fails. The second attempt may
+# succeed, because the first call of some models makes attributes or fills caches.
 _TRACES = 2
-# Plans that ran fewer calls than this before the model changed had a short life. A trace takes as long as the
-# Python of 30 to 60 calls, and a call of a plan saves a part of that, or of the GPU's time.
+# If the model changes again and again after fewer calls than this, it runs its own code for a while. A trace
+# takes as long as the Python code of 30 to 60 calls, and a plan saves only a part of that in each call.
 SHORT_LIFE = 16
-# What masks hide is computed when the same tensors were looked up this number of times. A call of a module
-# with CUDA graphs looks once more.
+# The keys that an attention mask hides are counted when the same mask was looked up this number of times. For
+# a module with CUDA graphs it is one time more, because each of its calls looks the mask up twice.
 _LOOKS = 2
-# What was found out about the masks of a call that is captured: (its plan with masks, the lengths).
+# Set while a call is captured as a CUDA graph: (the call's plan with all attention masks, the number of keys
+# that each mask shows). The capture runs on copies of the arguments, whose keys need not be counted again.
 _known: ContextVar[tuple[Made, Lengths | None] | None] = ContextVar("sdfastgn_known", default=None)
-# True inside of a call that runs the model's own code only once: modules inside make no plans for it.
+# True inside of a call that runs the model's own code although a later call may be traced. Modules in the
+# model then make no plans of their own.
 _is_alone: ContextVar[bool] = ContextVar("sdfastgn_is_alone", default=False)
 
 
 class _Fills(Untraceable):
-    """Raised if the first call of a kind sets attributes of the model, such as tables for later calls."""
+    """Raised if a call sets attributes of the model, for instance tables that later calls read.
+
+    The call then runs the model's own code, and the next call is traced.
+    """
 
     def __init__(self, reason: str, call: Call, plans: Plans) -> None:
         super().__init__(reason)
@@ -99,18 +106,22 @@ class _Fills(Untraceable):
 
 
 class _Changed(Unsupported):
-    """Raised if the model is not what was traced. No argument was written to or freed."""
+    """Raised if the model has changed since the trace. The call can be repeated: its arguments are intact."""
 
 
 class _Found(NamedTuple):
-    """A call of a module, and its plan.
+    """A call of a module, and the plan that computes it.
 
     Attributes:
+        plans: all plans of the module for the present state of its code.
+        made: the plan of this call.
         call: the arguments.
-        kwargs: the named arguments, with the state of modules and without the scale of adapters.
-        scale: the scale of adapters.
+        kwargs: the named arguments. The scale of adapters is left out. The tensors that modules keep between
+            calls are added as one more argument.
+        scale: the scale of adapters, if the call has one as an argument.
         factor: the number by which the scales of all adapters are multiplied.
-        numbers: further inputs of the plan: how many keys its attention reads.
+        numbers: further inputs of the plan. For each attention mask that was replaced by a number, how many
+            keys attention reads.
     """
 
     plans: Plans
@@ -125,27 +136,31 @@ class _Found(NamedTuple):
 class PlannedForward(MethodEntry):
     """Replaces the ``forward`` of one module, and runs its calls as plans where it can.
 
-    A copy or pickle of the module gets a new ``PlannedForward`` without plans.
+    A plan is a traced call as a list of kernel calls, which run without the module's Python. A copy or pickle
+    of the module gets a new ``PlannedForward`` without plans.
 
     Args:
         module: the module.
-        trusted: packages of whose code the user has said that it keeps no state between calls.
-        replaces_entry, method: as in ``MethodEntry``.
-        states: the states of the module's code, if a ``GraphedForward`` serves its calls.
-        verifies: True compares each new plan with the module's own code once.
-        is_captured: True if CUDA graphs may capture all its calls. Then plans keep no tensors between calls,
-            and modules inside have none. False if they capture only what ``check_capturable`` allows.
-        weights: the weights in E4M3 that plans read; None if plans compute nothing in E4M3. A copy or pickle
-            has none.
+        trusted: names of packages of which the user has said that their code keeps no state between calls.
+        replaces_entry: True if the module's ``__dict__`` already has an entry ``method``.
+        method: the name of the method that is replaced; "forward" for most modules.
+        states: an object that numbers the states of the module's code, if a ``GraphedForward`` makes CUDA
+            graphs of the module's calls. None otherwise.
+        verifies: True compares the first result of each new plan with that of the module's own code.
+        is_captured: True if all calls of the module may be captured as CUDA graphs. Then plans keep no
+            tensors in modules between calls, and modules in this module get no plans. False if only those
+            calls are captured that ``check_capturable`` allows.
+        weights: the weights in E4M3, an 8-bit float dtype, that plans read. None if plans compute nothing in
+            E4M3. A copy or pickle has none.
 
     Attributes:
         calls: number of users' calls whose result came from a plan that ran without a CUDA graph.
         traces: number of traces so far.
-        loads: number of plans that came from disk.
-        own: reason -> number of calls that ran the model's own code for this reason.
+        loads: number of plans that were read from disk instead of traced.
+        own: for each reason, the number of calls that ran the model's own code because of it.
     """
 
-    # As in ``GraphedForward``: instances have no ``__dict__``, because accelerate's hooks would copy it.
+    # Instances have no ``__dict__``, because accelerate's hooks would copy it to their own wrapper.
     __slots__ = (
         "_by_state", "_captured", "_compiled", "_is_captured", "_is_timed", "_lock", "_own_threads",
         "_policy", "_served", "_state", "_states", "calls", "loads", "own", "traces", "trusted", "verifies",
@@ -164,24 +179,30 @@ class PlannedForward(MethodEntry):
         weights: RowWeights | None = None,
     ) -> None:
         super().__init__(module, method, replaces_entry)
-        # torch.compile cannot read the method from a class that diffusers has allowed in graphs.
+        # This runs while torch.compile traces the module. Dynamo could not look up the method on a class that
+        # diffusers has passed to ``torch._dynamo.allow_in_graph``.
         self._compiled = getattr(type(module), method)
         self.verifies, self.weights = verifies, weights
         self.trusted = trusted
         self._states = States(module) if states is None else states
-        # A CUDA graph would not repeat what a call sets in modules, nor check the plans of modules inside.
+        # If True, a call that keeps tensors in modules is not traced, and modules in this module get no
+        # plans. A CUDA graph replays only kernels. It would neither set attributes of modules nor notice that
+        # a plan of an inner module is outdated.
         self._is_captured = is_captured
         self._is_timed = states is not None and not is_captured
         self._state = State()
         self._by_state: dict[tuple[int, State], Plans] = {}
-        self._captured: list[Made] = []  # CUDA graphs read the constants of these plans
+        # Plans from which CUDA graphs were captured. They are kept alive, because the graphs read their
+        # constants.
+        self._captured: list[Made] = []
         self._policy = Policy()
         self._lock = threading.RLock()
-        self._own_threads: list[int] = []  # threads that run the model's own code
-        self._served = 0  # calls since the last change that plans have run, by themselves or in a CUDA graph
+        self._own_threads: list[int] = []  # ids of the threads that run the model's own code now
+        # Number of calls since the last change of the model whose result came from a plan or its CUDA graph.
+        self._served = 0
         self.calls = self.traces = self.loads = 0
         self.own: Counter[str] = Counter()
-        if states is None:  # else a ``GraphedForward`` calls it
+        if states is None:  # otherwise a ``GraphedForward`` replaces the method, and calls this object
             self.register()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -208,7 +229,7 @@ class PlannedForward(MethodEntry):
 
     @property
     def last_change(self) -> str:
-        """The last change of the model that made its plans invalid, in words; empty if there was none."""
+        """Says in words which change of the model made its plans invalid last. Empty if there was none."""
         return self._policy.last_change
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -218,12 +239,13 @@ class PlannedForward(MethodEntry):
         if is_tracing() or _is_alone.get() or not self.is_on:
             return getattr(type(module), self.method)(module, *args, **kwargs)
         if self.method != "forward" and repeats_decoder(module, args, kwargs):
-            return self._run_own(args, kwargs, contextlib.nullcontext())  # the decoder has plans
+            # This method only calls a decoder several times, and the decoder has plans of its own.
+            return self._run_own(args, kwargs, contextlib.nullcontext())
         own_call: AbstractContextManager[None] = contextlib.nullcontext()
         for _ in range(2):
             try:
                 return self.by_plan(*args, **kwargs)
-            except _Changed as error:  # the call begins again, but only once
+            except _Changed as error:  # try once more, with a new trace
                 reason, own_call = str(error), _alone()
             except (Unsupported, Untraceable) as error:
                 reason, own_call = str(error), contextlib.nullcontext()
@@ -234,12 +256,15 @@ class PlannedForward(MethodEntry):
         return self._run_own(args, kwargs, own_call)
 
     def _run_own(self, args: Any, kwargs: Any, inner: AbstractContextManager[None]) -> Any:
-        """The result of a call from the model's own code, which runs in the context ``inner``."""
+        """Return the result of a call that runs the model's own code in the context ``inner``."""
         with running(bool(self._states.replaced(self._states.look()))), self._without_traces(), inner:
             return class_forward(self.module, self.method)(*args, **kwargs)
 
     def by_plan(self, *args: Any, **kwargs: Any) -> Any:
-        """The result of a call, from its plan. Raises Unsupported or Untraceable if it has none."""
+        """Return the result of a call, computed by a plan, which is made first if needed.
+
+        Raises Unsupported or Untraceable if the call cannot have a plan now.
+        """
         found = None
         try:
             for _ in range(MAX_STATES):
@@ -259,30 +284,33 @@ class PlannedForward(MethodEntry):
                     scale.end(self.module)
                     return result
         except (Unsupported, Untraceable):
-            if self.weights is not None and self.weights.offloading():  # this has freed the weights in E4M3
+            # ``offloading`` frees the weights in E4M3 if hooks move the weights in each call. Then the plans
+            # must let go of them too.
+            if self.weights is not None and self.weights.offloading():
                 self.moved()
             raise
         except torch.OutOfMemoryError as error:
             self.clear()
             self._policy.pause_without_memory()
             if found is not None and (found.made.plan.writes or any(t is None for t in found.call.tensors)):
-                raise  # some arguments are gone or written, as after an error in the model's own code
+                raise  # the model's own code cannot run now: arguments were freed or written
             raise Unsupported(NO_MEMORY) from error
         raise Unsupported("other code is replaced while it runs")
 
     def replayed(self) -> None:
-        """Count a call that a CUDA graph of a plan has run."""
+        """Count a call that replayed a CUDA graph which was captured from a plan."""
         self._served += 1
 
     def _time(self, made: Made, call: Call) -> None:
-        """Note whether the GPU was done before Python, except in the slow call that made the plan."""
+        """Record whether the GPU was done before Python. The slow call that made the plan does not count."""
         if self._is_timed and made.last_use and made.idle < _IDLE_CALLS:
             made.idle = made.idle + 1 if is_idle(call.device) else 0  # type: ignore[arg-type]
 
     def check_capturable(self, args: Any, kwargs: Any, *, saves_time: bool) -> None:
-        """Raise Unsupported, with the reason, if no CUDA graph can repeat the plan of this call now.
+        """Raise Unsupported, with the reason, if this call's plan cannot be captured as a CUDA graph now.
 
-        ``saves_time``: True also raises it if Python was not seen to take longer than the GPU.
+        ``saves_time``: True raises Unsupported also if a graph would save no time, because the GPU has not
+        waited for Python in the last calls.
         """
         if self._state.names():
             raise Unsupported("it keeps tensors for its next call")
@@ -296,7 +324,8 @@ class PlannedForward(MethodEntry):
             made = made.unmasked.get(made.masks.seen(lengths))
         if made is None or not made.plan.is_current():
             raise Unsupported("it had no plan yet")
-        if len(set(map(id, call.tensors))) < len(call.tensors):  # a graph has a copy of each
+        # A graph has a separate copy of each argument, so it could not repeat ``a is b``.
+        if len(set(map(id, call.tensors))) < len(call.tensors):
             raise Unsupported("a tensor occurs twice in its arguments")
         if made.plan.copies_from_cpu:
             raise Unsupported("its plan copies tensors from the CPU")
@@ -306,13 +335,20 @@ class PlannedForward(MethodEntry):
             raise Unsupported("the model has changed")
 
     def lengths(self, call: Call) -> Lengths | None:
-        """How many keys the masks of attention show in a call. If this differs, so does the call's graph."""
+        """How many keys each attention mask of a call leaves visible. None if all masks are needed.
+
+        Calls with other numbers need another CUDA graph.
+        """
         made = self._with_masks(call)
         return None if made is None else self._lengths_of(made, call)
 
     @contextmanager
     def knowing(self, call: Call) -> Iterator[None]:
-        """A context for a capture of ``call`` with copies of its tensors, whose masks need not be counted."""
+        """A context for capturing ``call`` as a CUDA graph, which runs on copies of the call's tensors.
+
+        In the context, the numbers of keys that attention masks show are those of ``call``. They need not be
+        counted for the copies.
+        """
         made = self._with_masks(call)
         known = None
         if made is not None and made.masks is not None:
@@ -321,7 +357,7 @@ class PlannedForward(MethodEntry):
             yield
 
     def _with_masks(self, call: Call) -> Made | None:
-        """The plan with all masks of a call. None if there is none, or if it has no masks."""
+        """The plan of a call that reads all attention masks. None if there is no such plan."""
         plans = self._by_state.get((self._states.last(), self._state))
         if plans is None or all(made.masks is None for made in list(plans.made.values())):
             return None
@@ -330,9 +366,10 @@ class PlannedForward(MethodEntry):
 
     @contextmanager
     def _without_traces(self) -> Iterator[None]:
-        """A context for the model's own code, which must not find the tensors of another thread's trace.
+        """A context in which a thread runs the model's own code while no other thread traces the model.
 
-        It waits for such a trace. Until its end other threads do not begin one.
+        A trace puts tensors without memory into the model, which this code must not find. So the context
+        waits until a trace of another thread has ended, and no new trace begins while it is active.
         """
         thread = threading.get_ident()
         with self._lock:
@@ -344,7 +381,10 @@ class PlannedForward(MethodEntry):
 
     @contextmanager
     def _filling(self, module: nn.Module, call: Call, plans: Plans) -> Iterator[None]:
-        """A context for the first call of a kind. It may fill tables, which does not count as a change."""
+        """A context for a call that may fill tables for later calls, and so changes attributes of the model.
+
+        Afterwards the model is recorded anew, so that these tables do not count as a change of the model.
+        """
         with _alone():
             yield
         with self._lock:
@@ -352,12 +392,15 @@ class PlannedForward(MethodEntry):
                 plans.guard = self._guard(module, self._states.last(), call, plans.state, plans.adapters)
 
     def clear(self) -> None:
-        """Drop all plans, and what was recorded of the module's state."""
+        """Drop all plans, and the records of the module with which later calls were compared."""
         with self._lock:
             self._by_state.clear()
 
     def moved(self) -> None:
-        """Release the weights, because some were moved, and free copies in E4M3. The plans stay."""
+        """Make plans let go of the weights, because some were moved to other memory. The plans stay valid.
+
+        Copies of weights in E4M3 are freed.
+        """
         for plans in list(self._by_state.values()):
             for made in list(plans.made.values()):
                 for each in made.all():
@@ -366,9 +409,9 @@ class PlannedForward(MethodEntry):
             self.weights.moved()
 
     def _find(self, module: nn.Module, args: Any, kwargs: Any) -> _Found:
-        """The plan of a call, after a trace if there was none.
+        """Find the plan of a call. If there is none, trace the call and make a plan.
 
-        Raises Unsupported or Untraceable, with the reason.
+        Raises Unsupported or Untraceable, with the reason, if that is not possible.
         """
         while True:
             reason = reason_without_graphs(module)
@@ -395,16 +438,19 @@ class PlannedForward(MethodEntry):
                 return _Found(plans, fitting, call, given, scale, factor, numbers)
 
     def _lengths_of(self, made: Made, call: Call, looks: int | None = None) -> Lengths | None:
-        """How many keys the masks of the call show. None if all are needed, or if other code captures it.
+        """How many keys each attention mask of the call shows. None if attention must read all masks.
 
-        ``looks``: as in ``Masks.lengths``. None for the usual number (``_LOOKS``).
+        The masks are also needed if other code captures the call as a CUDA graph.
+
+        ``looks``: the keys are counted once the same masks were looked up this number of times. 0 never
+        counts. None stands for the usual number, ``_LOOKS``.
         """
         if made.masks is None:
             return None
         known = _known.get()
         if known is not None and known[0] is made:
             return known[1]
-        if _is_capturing(call.device):  # before a replay, that code may write into the masks
+        if _is_capturing(call.device):  # the code that captures may write other masks before a replay
             return None
         looks = _LOOKS + self._is_timed if looks is None else looks
         return made.masks.lengths(call.tensors, looks)
@@ -420,7 +466,10 @@ class PlannedForward(MethodEntry):
         numbers: Sequence[Tensor],
         factor: float,
     ) -> Made:
-        """The plan without the masks that the call does not need. Raises Unsupported or Untraceable."""
+        """Find or make the plan whose attention does not read the masks that hide nothing in this call.
+
+        Raises Unsupported or Untraceable if it cannot be made now.
+        """
         if lengths is None or made.masks is None:
             return made
         seen = made.masks.seen(lengths)
@@ -441,14 +490,20 @@ class PlannedForward(MethodEntry):
             return found
 
     def _adapters_of(self, module: nn.Module, code: int) -> Adapters:
-        """The layers with adapters in this state of the code. Raises Unsupported in a pause."""
+        """Find the layers with adapters. Raises Unsupported while tracing pauses, as after a lack of memory.
+
+        ``code``: the number of the present state of the module's code.
+        """
         self._policy.check_pause()
         with self._lock:
             return Adapters(module, bool(self._states.replaced(code)))
 
     def _kind_of(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Call, Any]:
-        """(the arguments, their key). Raises Unsupported if no such call can run as a plan now."""
-        # Numbers such as timesteps become tensors, so that one plan serves all their values.
+        """Return the arguments, and a key that is equal for calls that can share a plan.
+
+        Raises Unsupported if such calls cannot run as plans now.
+        """
+        # Numbers such as timesteps become tensors. Otherwise each value would need its own plan.
         numbers = {
             name: number for name, number in (numbers_of(module) or {}).items() if not number.is_factor
         }
@@ -466,7 +521,10 @@ class PlannedForward(MethodEntry):
 
     @without_collections()
     def _new_plans(self, module: nn.Module, code: int, call: Call, state: State, adapters: Adapters) -> Plans:
-        """Makes an empty ``Plans`` for this state of the code. Raises Unsupported if there can be none."""
+        """Make a ``Plans``, the store for plans, without entries, for this state of the module's code.
+
+        Raises Unsupported if the module's adapters rule out plans.
+        """
         if adapters.reason is not None:
             raise Unsupported(adapters.reason)
         with self._lock:
@@ -475,7 +533,10 @@ class PlannedForward(MethodEntry):
         return plans
 
     def _check_guard(self, module: nn.Module, plans: Plans) -> None:
-        """Raise Unsupported, with the guard's reason, if no plans can be made for the module."""
+        """Raise Unsupported, with the reason, if the module as a whole cannot be traced.
+
+        If the module is unchanged, smaller modules in it get plans instead.
+        """
         if plans.guard.reason is not None:
             if plans.guard.same():
                 self._plan_inside(module, plans)
@@ -484,11 +545,13 @@ class PlannedForward(MethodEntry):
             raise Unsupported(plans.guard.reason)
 
     def _run(self, found: _Found, args: Any) -> list[Any] | None:
-        """The tensors that the plan computes; None if other code was replaced meanwhile.
+        """Run the plan, and return the tensors that it computes.
 
-        Tensors in lists, dicts and modules that the call will replace are freed after their last use.
+        Returns None if other packages have meanwhile replaced functions that the model calls: then another
+        plan is needed. If the call will replace tensors in lists, dicts and modules, the old ones are freed
+        after their last use.
 
-        Raises _Changed if the model is not what was traced.
+        Raises _Changed if the model has changed since the trace.
         """
         plans, made, call, kwargs, _, factor, numbers = found
         if made.plan.writes:
@@ -496,10 +559,11 @@ class PlannedForward(MethodEntry):
                 made.plan.check_written(call.tensors)  # type: ignore[arg-type]
             except ValueError as error:
                 raise Unsupported("it writes into an argument that shares memory with another") from error
-        # With merged weights a plan may run twice.
+        # With merged weights of adapters a plan may have to run twice, so it must not free its inputs.
         is_freed = made.baked.recorded and not plans.adapters.layers
         replaced = made.outcome.replaced(args, kwargs, call.tensors) if is_freed else []
-        # Another thread would write merged weights for its own scales.
+        # With adapters, only one thread at a time may run a plan. Another thread would write merged weights
+        # for its own scales.
         only_this = self._lock if plans.adapters.layers else contextlib.nullcontext()
         held = kwargs.get(STATE, {})
         try:
@@ -518,7 +582,8 @@ class PlannedForward(MethodEntry):
         self, plans: Plans, made: Made, call: Call, replaced: Any, held: Held, numbers: Sequence[Tensor]
     ) -> list[Any] | None:
         guard = plans.guard
-        # A plan that writes into arguments, frees them or draws random numbers runs only for the same model.
+        # Most plans run while the model is compared, and a wrong result is discarded. A plan that writes into
+        # arguments, frees them or draws random numbers cannot be undone, so the model is compared before it.
         is_compared = made.plan.writes or made.plan.draws or bool(replaced)
         reads_copies = self._reads_copies(made, call.device)
         if reads_copies:
@@ -529,18 +594,19 @@ class PlannedForward(MethodEntry):
             for container, key, i in replaced:
                 container[key] = given[i] = None
             if replaced:
-                plans.state.store(held)  # without what is replaced
+                plans.state.store(held)  # modules let go of the tensors that the call will replace
             try:
                 with torch.no_grad(), on(call.device):
                     try:
                         results = made.baked.run(tensors, frees=bool(replaced))
-                    except dispatch.KernelError:  # the step's kernel is off now, and PyTorch runs instead
+                    # The kernel that failed is off from now on. The plan runs PyTorch's ops in its place.
+                    except dispatch.KernelError:
                         if replaced:
                             raise
                         results = made.plan.run(tensors)
             except torch.OutOfMemoryError:
                 raise
-            except Exception:  # for instance because a weight has another shape now
+            except Exception:  # perhaps because the model has changed: a weight may have another shape
                 if replaced or guard.same():
                     raise
             else:
@@ -562,13 +628,19 @@ class PlannedForward(MethodEntry):
         return Guard(module, self._states, code, call.device, *options)
 
     def _reads_copies(self, made: Made, device: torch.device | None) -> bool:
-        """True if the call must keep weights in E4M3 up to date. For graphs, others do it before replays."""
+        """True if this call must bring the weights in E4M3 up to date before the plan reads them.
+
+        False during the capture of a CUDA graph: whoever replays the graph does it before each replay.
+        """
         return self.weights is not None and bool(made.plan.copies) and not _is_capturing(device)
 
     def _refresh(self, *, waits: bool) -> None:
-        """Bring the weights in E4M3 up to date. Raises Unsupported if hooks move the weights in each call.
+        """Quantize weights to E4M3 again if they have changed.
 
-        ``waits``: True to compare contents now, which waits for the GPU, and not after the call.
+        Raises Unsupported if hooks move the weights between devices in each call.
+
+        ``waits``: True compares the contents of all weights now, and waits for the GPU. False leaves the
+        comparison of contents to a check after the call.
         """
         weights: Any = self.weights
         if found := weights.offloading():
@@ -580,9 +652,10 @@ class PlannedForward(MethodEntry):
 
     @without_collections()
     def _trace(self, module: nn.Module, call: Call, key: Any, plans: Plans, factor: float) -> Made | None:
-        """Trace the call and make its plan. None if the trace found state that was not known.
+        """Trace the call and make its plan.
 
-        Raises Unsupported or Untraceable, with the reason.
+        Returns None if the trace has found attributes of modules in which the call keeps tensors. The next
+        trace gets these as one more argument. Raises Unsupported or Untraceable, with the reason.
         """
         with self._lock:
             made = _made_meanwhile(plans.find(key), call)
@@ -627,17 +700,23 @@ class PlannedForward(MethodEntry):
             return made
 
     def _prepare(self, module: nn.Module, call: Call, plans: Plans, made: Made) -> None:
-        """Lay out and copy the weights that a new plan reads, and compile its kernels."""
+        """Prepare the first run of a new plan.
+
+        Weights become channels-last, those for products in E4M3 are quantized, and kernels are compiled.
+        """
         if channels_last.lay_out_weights(module):
             plans.guard = self._guard(module, self._states.last(), call, plans.state, plans.adapters)
         plans.adapters.survey.add_reader(made.baked)
         if self._reads_copies(made, call.device):
-            with contextlib.suppress(Unsupported):  # the call itself raises the same
+            with contextlib.suppress(Unsupported):  # the run of the plan will raise the same error
                 self._refresh(waits=False)
         compile_ahead(made.plan, call)
 
     def _plan_inside(self, module: nn.Module, plans: Plans) -> None:
-        """Give modules in ``module`` plans, because a call of it has none. Does this once for ``plans``."""
+        """Give plans to smaller modules in ``module``, because calls of ``module`` itself cannot be traced.
+
+        Does this at most once for each state of the module's code, which has its own ``plans``.
+        """
         with self._lock:
             if plans.is_planned_inside or self._is_captured:
                 return
@@ -646,7 +725,7 @@ class PlannedForward(MethodEntry):
             plan_inside(module, lambda m, has: PlannedForward(m, self.trusted, has, **options))
 
     def _new(self, module: nn.Module, call: Call, key: Any, plans: Plans) -> tuple[Made, Saved]:
-        """A plan, loaded from its file or made from a new trace, and the file."""
+        """Load a plan from its file on disk, or make it from a new trace. Returns the plan and the file."""
         copy_of = None if self.weights is None else self.weights.copy_of
         quantized = set() if self.weights is None else self.weights.layers()
         paths = tuple(path for path, layer in module.named_modules() if layer in quantized)
@@ -682,7 +761,10 @@ class PlannedForward(MethodEntry):
         factor: float,
         numbers: Sequence[Tensor] = (),
     ) -> None:
-        """Call ``_verify``. If it raises Untraceable, raise that, and give calls of this kind no plan."""
+        """Compare a new plan with the model's own code, by ``_verify``.
+
+        If they differ, raise Untraceable. Then later calls with the same key get no plan.
+        """
         try:
             with scaled(factor):
                 self._verify(module, call, made, plans.state, numbers)
@@ -694,7 +776,10 @@ class PlannedForward(MethodEntry):
     def _verify(
         self, module: nn.Module, call: Call, made: Made, state: State, numbers: Sequence[Tensor]
     ) -> None:
-        """Raise Untraceable if the plan differs from the module's own code by more than rounding explains."""
+        """Run the plan and the module's own code. Raise Untraceable if their results differ too much.
+
+        A difference is too large if rounding does not explain it.
+        """
         own, planned = ([t.clone() for t in call.tensors] for _ in range(2))  # type: ignore[union-attr]
         as_stock = bool(self._states.replaced(self._states.last()))
         with without_rehearsal(), running(as_stock), same_random_numbers(call.device):
@@ -709,18 +794,21 @@ class PlannedForward(MethodEntry):
                 raise Untraceable(f"its plan differs from its own code by {by:.1e}")
 
     def _drop(self, plans: Plans, change: str = "") -> None:
-        """Drop ``plans``, because the model is not what was traced any more. ``change``: how, if known."""
+        """Drop ``plans``, because the model has changed since the trace.
+
+        ``change``: what has changed, in words. If it is empty, this method finds it out.
+        """
         with self._lock:
             if plans in self._by_state.values():
                 self._policy.last_change = change or plans.guard.change()
                 self._policy.model_changed(self._served, SHORT_LIFE)
                 self._served = 0
                 self._by_state = {k: v for k, v in self._by_state.items() if v is not plans}
-                self._state = State()  # it may have modules that are not in the model any more
+                self._state = State()  # the old state may name modules that have left the model
 
 
 def _alone() -> AbstractContextManager[None]:
-    """A context in which modules inside of the model make no plans and run none."""
+    """A context in which modules inside of the model run their own code, and make no plans."""
     return setting(_is_alone, True)
 
 
@@ -729,7 +817,11 @@ def _is_capturing(device: torch.device | None) -> bool:
 
 
 def _made_meanwhile(found: Made | None, call: Call) -> Made | None:
-    """``found``, if another thread has made it; else None. Raises Unsupported if none can be made now."""
+    """Return ``found``, the plan that another thread may have made while this one waited for the lock.
+
+    If it is None and the call is being captured as a CUDA graph, raise Unsupported: no call can be traced in
+    a capture.
+    """
     if found is None and _is_capturing(call.device):
         raise Unsupported("other code captures it before it has a plan")
     return found

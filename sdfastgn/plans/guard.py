@@ -1,7 +1,8 @@
-"""Tells whether a model is still what was traced: its Python state, and the code that ran.
+"""Tells whether a model, and the code that it runs, are still as they were when a call was traced.
 
-A plan repeats the Python of its trace. So it depends on all that a CUDA graph of the call depends on, except
-on addresses, because a plan looks up parameters by name.
+A plan is the list of kernel calls that came out of the trace. It stays right only as long as the model's
+Python would do the same again. So it depends on all that a CUDA graph of the call depends on. The addresses
+of weights are an exception: a plan looks up parameters by name in each call.
 """
 
 from __future__ import annotations
@@ -24,18 +25,21 @@ from sdfastgn.plans.trace.traced import Untraceable
 
 
 class Guard:
-    """The state of ``module`` and of its code, as they were when the guard was made.
+    """Records ``module`` and the code that it runs, and compares them later with the record.
 
     Args:
         module: the module. It is not kept alive.
-        states, state: the states of the code, and the one in which the guard is made.
+        states: knows which functions that the module calls were replaced by other code, and numbers each
+            combination that it has seen.
+        state: the number of the combination in which the guard is made.
         device: the device of the call.
-        trusted: packages whose code keeps no state but in tensors and attributes, besides the known ones.
-        apart: module -> names of its attributes that the caller compares itself.
+        trusted: names of packages whose code keeps state only in tensors and attributes. Packages that
+            sdfastgn knows need not be named.
+        apart: for each module, the names of attributes that the caller compares itself.
         survey: compares the layers with merged adapters; None if there are none.
 
     Attributes:
-        reason: why there can be no plan in this state of the module; None if there can.
+        reason: why the module cannot be traced in its present state; None if it can.
     """
 
     def __init__(
@@ -59,13 +63,13 @@ class Guard:
             self._watch = Watch(module, is_harmless, device, survey, **options)  # type: ignore[arg-type]
             self.reason = self.reason or self._watch.reason
         except Exception as error:
-            # Another thread that begins to ``optimize`` the model also causes one, as it writes into modules.
+            # A cause may be another thread that has begun to ``optimize`` the model: it writes into modules.
             self.reason = reason_of_error(error)
         if states.are_too_many:
             self.reason = "other code replaces and puts back what it runs, in too many ways"
 
     def is_in_state(self) -> bool:
-        """True if the code is in the state in which the guard was made."""
+        """True if the same functions are replaced by other code as when the guard was made."""
         return self._states.look() == self._state
 
     def same(self) -> bool:
@@ -76,16 +80,16 @@ class Guard:
         return self._code.same() and self._watch.unchanged(module)
 
     def names(self) -> list[tuple[str, Any, Any]]:
-        """(where, name, value) of all that the code reads by name."""
+        """Lists (owner, name, value) for each global and attribute that the code reads by name."""
         entries = self._states.entries(self._state)
         return [*((e.owner, e.name, e.value) for e in entries), *self._code.globals()]
 
     def functions(self) -> list[FunctionType]:
-        """The functions of unknown packages that the code runs."""
+        """Lists the functions that the code runs and that belong to packages unknown to sdfastgn."""
         return self._code.functions
 
     def change(self) -> str:
-        """What has changed in the module, in words."""
+        """Says in words what has changed in the module or its code since the guard was made."""
         module = self._module()
         if module is None or self._watch is None:
             return ""
@@ -93,9 +97,9 @@ class Guard:
 
     @contextmanager
     def undoing(self) -> Iterator[None]:
-        """A context for a trace. What it changes in lists and dicts of code is put back.
+        """A context for a trace. It undoes changes in lists and dicts that the traced code reads by name.
 
-        Raises Untraceable if there is such a change.
+        Raises Untraceable at the end if there was such a change, because a plan would not repeat it.
         """
         with self._code.undoing() as changed:
             yield

@@ -1,8 +1,9 @@
-"""Plans inside of a model that cannot have plans as a whole, because a module in it is a boundary.
+"""Plans for parts of a model that cannot be traced as a whole, because a module in it is a boundary.
 
-A boundary is a module with a hook, or one whose code cannot be traced. Then the model runs its own code, and
-the largest modules in it without a boundary inside have plans. Each of them finds out the same about itself:
-if its own code cannot be traced, modules in it get plans.
+A boundary is a module with a hook, or a module whose code cannot be traced. The model then runs its own code.
+The largest modules in it that contain no module with a hook get plans: their calls are traced, and later ones
+run without their Python. If the code of such a module cannot be traced either, the modules in it get plans.
+Only modules with convolutions in them are considered.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def plan_inside(root: nn.Module, make: Callable[[nn.Module, bool], MethodEntry]) -> None:
-    """Give each of the largest modules in ``root`` that have no boundary inside an entry with plans.
+    """Let the largest modules in ``root`` that contain no module with a hook run as plans.
 
-    ``make(module, replaces_entry)`` makes the entry.
+    ``make(module, replaces_entry)`` makes the object that replaces the module's ``forward``.
+    ``replaces_entry``: True if ``vars(module)`` has a ``forward`` of other code.
     """
     for module in list(_largest(root)):
         if place_in(module, method_of(module)) == "forward" and not MethodEntry.all_of(module):

@@ -1,8 +1,9 @@
-"""Turns plans on and off for the models that get them.
+"""Decides which models run as plans, and turns plans on and off.
 
-To turn plans on, ``install`` puts a ``PlannedForward`` under the key "forward" into the ``__dict__`` of a
-module. As for graphs, the key is another one in some autoencoders (``method_of``) and in models that
-accelerate offloads as a whole (``place_in``).
+A plan is a traced call as a list of kernel calls, which run without the model's Python. To turn plans on,
+``install`` puts a ``PlannedForward`` under the key "forward" into the ``__dict__`` of a module. In some
+autoencoders another method is replaced (``method_of``). In models that accelerate offloads as a whole, the
+key is the one under which accelerate's hook keeps the old ``forward`` (``place_in``).
 """
 
 from __future__ import annotations
@@ -34,24 +35,27 @@ from sdfastgn.plans.forward import PlannedForward
 from sdfastgn.plans.inside import CONVOLUTIONS
 from sdfastgn.plans.rewrite.e4m3 import FEWEST_COLUMNS
 
-# Fusions of layers that occur in models of all kinds. Any other fusion is one of blocks.
+# Names of the fusions that replace single layers, which occur in models of all kinds. A fusion gives modules
+# of a class a faster ``forward``. All other fusions replace whole blocks of a model.
 _OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention", "conv_norm_out")
-# Fusions of parts that encoders, decoders and UNets have. Encoders and decoders are as fast by plans.
+# Names of fusions of parts that autoencoders and UNets have. If a model with such parts does not take a
+# timestep, it is an encoder or decoder, and those are as fast with plans as with fused blocks.
 _OUTSIDE_UNETS = (
-    *("conv_norm_out", "decoder_slices"),  # MoVQ's decoder has only the second one
+    *("conv_norm_out", "decoder_slices"),  # MoVQ's decoder has only the fusion "decoder_slices"
     *("temporal_resnet_block", "spatio_temporal_res_block"),
 )
-# Smallest share of a model's weights that must be in convolutions of images and videos, or in linear layers
-# of a transformer. Kernels exist for what surrounds these. A model of other layers gains too little to pay
-# for a trace.
+# A model gets plans only if more than this share of its weights is in convolutions, or in linear layers of a
+# transformer. This package has kernels for what surrounds such layers: norms, activations and sums. A model
+# of other layers gains too little to make up for the time of a trace.
 _SHARE = 0.5
-# Most weights in convolutions other than those that cut an image or video into patches, for each weight in
-# linear layers, of a transformer that takes the time of the noise. Others have none.
+# A model with a timestep as argument counts as a transformer only if convolutions have at most this number of
+# weights for each weight in linear layers. Convolutions that cut an image or video into patches do not count.
+# A model without a timestep must have no other convolutions at all.
 _MIXING = 0.1
-# Names of the argument by which models get the time of the noise.
+# Names under which the ``forward`` of denoisers takes the timestep.
 _TIMES = frozenset(("timestep", "timesteps", "t"))
-# Largest share of the weights of convolutions that may be in blocks whose code was never tested. With more,
-# the whole model runs as plans, which are about as fast as fused blocks.
+# Blocks with code that sdfastgn was never tested with cannot be fused. If they have more than this share of
+# the weights of all convolutions, the whole model runs as plans, which are about as fast as fused blocks.
 _UNKNOWN = 0.1
 
 
@@ -59,18 +63,21 @@ _UNKNOWN = 0.1
 class Planned:
     """What the report says about the plans of one module.
 
+    A plan is a traced call as a list of steps: calls of kernels and of PyTorch's ops.
+
     Attributes:
         path: the module's dotted path.
         kind: the name of the module's class.
-        is_on: False if the module has no plans now, but gets them from ``optimize``.
+        is_on: False if the module has no plans now, but would get them from ``optimize``.
         plans: number of plans that exist now.
         calls: number of calls whose result came from a plan that ran without a CUDA graph.
         traces: number of traces so far.
-        steps: name of a step -> how many of them all plans have.
-        kernel_bytes, bytes: bytes that this package's kernels, and all steps, read and write in one run of
-            each plan.
-        own: reason -> number of calls that ran the model's own code for this reason.
-        last_change: the last change of the model that made its plans invalid; empty if there was none.
+        steps: for the name of each kernel or op, the number of its calls in all plans together.
+        kernel_bytes: bytes that this package's kernels read and write in one run of each plan.
+        bytes: bytes that all steps read and write in one run of each plan.
+        own: for each reason, the number of calls that ran the model's own code because of it.
+        last_change: says in words which change of the model made its plans invalid last. Empty if there was
+            none.
     """
 
     path: str
@@ -87,25 +94,31 @@ class Planned:
 
     @property
     def was_called(self) -> bool:
-        """True if there was a call of the module, also if only the capture of a CUDA graph made it."""
+        """True if the module was called. Calls during the capture of a CUDA graph count."""
         return bool(self.plans or self.calls or self.own)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What plans can do for a model (``kind_of``).
+    """Says whether a model gains by plans, and what plans can do for it. ``kind_of`` makes it.
+
+    A plan is a traced call that runs without the model's Python.
 
     Attributes:
-        findings: what each fusion can do with a module in it.
-        gains: True if kernels exist for its norms, and its fused blocks are not faster than plans.
-        has_plans: True if it has plans now.
-        is_transformer: True if most of its weights are in linear layers, and it takes the time of the noise,
-            or has norms without parameters, which its code modulates. Nearly all its convolutions cut an
-            image or video into patches, and no graphs are made of its own code.
-        is_called_each_step: True if it is a UNet or ControlNet of images, in which Python takes longer than
-            the GPU. UNets of videos are slower as plans.
-        in_rows: the weights of linear layers that its plans may read in E4M3. Empty if it is no transformer.
-        why_not: why it gets no plans, even if ``gains`` is True; else None.
+        findings: for the modules in the model, whether a fused block can replace them.
+        gains: True if the model is faster with plans: it is a convolutional model or a transformer, and
+            fused blocks would not make it faster still.
+        has_plans: True if the model has plans now.
+        is_transformer: True if most weights are in linear layers, and nearly all convolutions only cut an
+            image or video into patches. The model must also take a timestep, or have norms without
+            parameters, as transformers have whose norms are modulated by an embedding. Models whose own code
+            may be captured as CUDA graphs, such as UNets, do not count.
+        is_called_each_step: True if the model is a UNet or ControlNet of images. It is called in each
+            denoising step, and its Python takes longer than the GPU. UNets of videos do not count, because
+            they are slower as plans.
+        in_rows: the weights of linear layers that its plans may read in E4M3, an 8-bit float dtype. Empty if
+            it is no transformer.
+        why_not: why the model gets no plans even if ``gains`` is True. None if there is no such reason.
     """
 
     findings: tuple[patcher.Finding, ...]
@@ -118,12 +131,16 @@ class Kind:
 
     @property
     def gets_plans(self) -> bool:
-        """True if ``optimize`` gives the model plans."""
+        """True if ``optimize`` lets calls of the model run as plans."""
         return self.gains or self.has_plans
 
 
 def kind_of(modules: Sequence[nn.Module], findings: Iterable[patcher.Finding]) -> Kind:
-    """The ``Kind`` of a model. ``modules``: the model and all modules in it. ``findings``: about them."""
+    """Find out whether a model gains by plans, and why not if it does not.
+
+    ``modules``: the model and all modules in it. ``findings``: for these modules, whether a fused block can
+    replace them.
+    """
     findings = tuple(findings)
     is_transformer = _is_transformer(modules)
     gains = (is_transformer or is_convolutional(modules)) and not _is_faster_fused(modules, findings)
@@ -143,7 +160,7 @@ def kind_of(modules: Sequence[nn.Module], findings: Iterable[patcher.Finding]) -
 
 
 def gets_plans(root: nn.Module) -> bool:
-    """True if ``optimize`` gives ``root`` plans (``Kind.gets_plans``)."""
+    """True if ``optimize`` lets calls of the model ``root`` run as plans."""
     return kind_of_model(root).gets_plans
 
 
@@ -157,12 +174,15 @@ def has_plans_now(root: nn.Module) -> bool:
 
 
 def is_convolutional(modules: Sequence[nn.Module]) -> bool:
-    """True if a model of ``modules`` has norms, and most of its weights are in convolutions."""
+    """True if the model that consists of ``modules`` has norms, and most weights in convolutions."""
     return _has_most_weights(modules, CONVOLUTIONS) and any(map(_is_norm, reversed(modules)))
 
 
 def _is_transformer(modules: Sequence[nn.Module]) -> bool:
-    """See ``Kind.is_transformer``. Norms of other transformers, such as text encoders, have parameters."""
+    """True if a model consists mostly of linear layers and is a denoiser, or has norms without parameters.
+
+    Text encoders are left out by this: their norms have parameters. ``Kind.is_transformer`` says more.
+    """
     takes_time = _takes_time(modules[0])
     if not (takes_time or any(map(_is_norm_without_parameters, modules))):
         return False
@@ -174,13 +194,13 @@ def _is_transformer(modules: Sequence[nn.Module]) -> bool:
 
 
 def _takes_time(root: nn.Module) -> bool:
-    """True if ``root`` is a denoiser: its forward takes a timestep."""
-    forward = getattr(type(root), "forward", None)  # modules of torch.jit have none
+    """True if the ``forward`` of ``root`` takes a timestep, as denoisers do."""
+    forward = getattr(type(root), "forward", None)  # classes of torch.jit's modules have no ``forward``
     return forward is not None and not _TIMES.isdisjoint(signature(forward).parameters)
 
 
 def _is_called_each_step(modules: Sequence[nn.Module]) -> bool:
-    """See ``Kind.is_called_each_step``."""
+    """True if the model is a UNet or ControlNet of images: all its convolutions are ``nn.Conv2d``."""
     convolutions = [m for m in modules if isinstance(m, _ConvNd)]
     is_of_images = all(isinstance(m, nn.Conv2d) for m in convolutions) and not takes_gigabytes(modules[0])
     return bool(numbers_of(modules[0]) and convolutions) and is_of_images
@@ -191,7 +211,10 @@ def _blocks(findings: Iterable[patcher.Finding]) -> list[patcher.Finding]:
 
 
 def _is_faster_fused(modules: Sequence[nn.Module], findings: Sequence[patcher.Finding]) -> bool:
-    """True if fused blocks make a model of ``modules`` faster than plans. ``findings``: about its modules."""
+    """True if fused blocks make the model that consists of ``modules`` faster than plans do.
+
+    ``findings``: for its modules, whether a fused block can replace them.
+    """
     is_outside_unets = not _takes_time(modules[0]) and any(
         finding.fusion.name in _OUTSIDE_UNETS for finding in findings
     )
@@ -199,30 +222,33 @@ def _is_faster_fused(modules: Sequence[nn.Module], findings: Sequence[patcher.Fi
 
 
 def _has_most_weights(modules: Sequence[nn.Module], kinds: tuple[type[nn.Module], ...]) -> bool:
-    """True if more than ``_SHARE`` of the weights of ``modules`` are in layers of ``kinds``."""
+    """True if more than half of the weights of ``modules`` (``_SHARE``) are in layers of ``kinds``."""
     parameters = {p for module in modules for p in module._parameters.values() if p is not None}
     if any(map(is_lazy, parameters)):
-        return False  # the first call makes its weights
+        return False  # the sizes of lazy parameters are not known before the first call
     weights = sum(parameter.numel() for parameter in parameters)
     inside = {id(weight): weight.numel() for weight in _weights(modules, kinds).values()}
     return sum(inside.values()) > _SHARE * weights
 
 
 def _weights(modules: Iterable[nn.Module], kinds: tuple[type[nn.Module], ...]) -> dict[nn.Module, Tensor]:
-    """Layer -> its weight, for each layer of ``kinds`` in ``modules`` that has a weight."""
+    """For each layer of the classes ``kinds`` in ``modules``: its weight. Layers without one are left out."""
     found = {m: getattr(m, "weight", None) for m in modules if isinstance(m, kinds)}
     return {m: weight for m, weight in found.items() if isinstance(weight, Tensor)}
 
 
 def _is_norm_without_parameters(module: nn.Module) -> bool:
-    """True if ``module`` may be a norm of any class: a leaf without parameters, but with an eps."""
+    """True if ``module`` is probably a norm: it has an attribute eps, no parameters and no children."""
     if not isinstance(vars(module).get("eps"), float):
         return False
     return not any(True for _ in module.children()) and not any(True for _ in module.parameters())
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """True if ``module`` may be a norm of any class: all its weights are of channels, or it has none."""
+    """True if ``module`` is probably a norm: each of its parameters has just one number for each channel.
+
+    Modules without parameters count if they have an attribute eps and no children.
+    """
     sizes = [(parameter.numel(), max(parameter.shape, default=0)) for parameter in module.parameters()]
     if not sizes:
         return _is_norm_without_parameters(module)
@@ -230,17 +256,19 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def fused_blocks_pay(modules: Iterable[nn.Module], blocks: Sequence[patcher.Finding]) -> bool:
-    """True if a model of ``modules`` is faster by the fused ones of ``blocks`` than by plans.
+    """True if fused ``blocks`` make the model that consists of ``modules`` faster than plans do.
 
-    Plans need no known code. So it is faster by plans if more than a little of the convolutions is in unknown
-    blocks. It also is if most convolutions are in no block, such as those over time of some autoencoders.
+    Blocks with code that was never tested cannot be fused, but they can be traced. So plans are faster if
+    such blocks have more than a tenth of the weights of convolutions. They are also faster if blocks have
+    less than half of these weights, as in some autoencoders that have convolutions over time beside the
+    blocks.
     """
     if not any(
         finding.status == "fusable" or finding.fusion.is_applied(finding.module) for finding in blocks
     ):
         return False
     sizes = {m: weight.numel() for m, weight in _weights(modules, CONVOLUTIONS).items()}
-    inside: dict[nn.Module, bool] = {}  # convolution -> whether its innermost block is unknown
+    inside: dict[nn.Module, bool] = {}  # convolution -> True if its innermost block has untested code
     found = [(list(finding.module.modules()), isinstance(finding.reason, Untested)) for finding in blocks]
     for block, is_unknown in sorted(found, key=lambda each: -len(each[0])):
         inside.update((m, is_unknown) for m in block if m in sizes)
@@ -250,7 +278,10 @@ def fused_blocks_pay(modules: Iterable[nn.Module], blocks: Sequence[patcher.Find
 
 
 def trusted_in(modules: Iterable[nn.Module]) -> frozenset[str] | None:
-    """The packages that plans of ``modules`` trust; None if none of them has plans."""
+    """The packages of which the user has said that their code keeps no state, for the plans of ``modules``.
+
+    None if none of the modules has plans.
+    """
     found: list[frozenset[str]] = []
     for module in modules:
         planned = PlannedForward.of(module)
@@ -271,18 +302,29 @@ def install(
     former: Sequence[PlannedForward] = (),
     kind: Kind | None = None,
 ) -> None:
-    """Give ``root`` and its children a ``PlannedForward`` each, if ``root`` gets plans. Else remove them.
+    """Let calls of ``root`` and of its children run as plans, if the model gains by it. Else remove plans.
 
-    A pipeline may call the children of a model by themselves: an autoencoder's ``decode`` calls its decoder.
-    A module with CUDA graphs gets a ``Planner`` instead. ``cuda_graphs``: the mode of the graphs that a
-    transformer gets with its plans. ``former``: what ``take_off`` has returned, with its plans. ``kind``:
-    the ``Kind`` of ``root``; None: it is found here.
+    A plan is a traced call that runs without the model's Python. Children get plans of their own, because a
+    pipeline may call them by themselves: an autoencoder's ``decode`` calls its decoder. If a module already
+    has an object that makes CUDA graphs of its calls, that object gets plans to capture (a ``Planner``).
+
+    Args:
+        root: the model.
+        is_on: False removes all plans.
+        trusted: names of packages of which the user has said that their code keeps no state between calls.
+        cuda_graphs: the mode of the CUDA graphs that a transformer gets together with its plans.
+        verifies: True compares the first result of each new plan with that of the module's own code.
+        former: objects that ``take_off`` has returned. They are used again, with their plans, where they fit.
+        kind: the ``Kind`` of ``root``. If it is None, this function finds it out.
     """
     kind = kind_of_model(root) if kind is None else kind
     weights = fp8.row_weights(root)
-    has_fp8 = fp8.is_allowed(root) and weights is None  # plans have no products with learned scales
+    # Fused blocks have FP8 products whose scales are learned from calls. Plans have none of these, so a model
+    # that uses them gets no plans.
+    has_fp8 = fp8.is_allowed(root) and weights is None
     can_have = is_on and not has_fp8 and kind.why_not is None
-    # Graphs take the place of plans in models that do not gain by plans.
+    # A model that does not gain by plans keeps those that it has, unless it is of a kind that gets CUDA
+    # graphs.
     keeps_plans = has_plans_now(root) and next(outermost(root), None) is None
     has_plans = can_have and (kind.gains or keeps_plans)
     is_transformer = (has_plans or GraphedForward.of(root) is not None) and kind.is_transformer
@@ -295,12 +337,13 @@ def install(
     if not has_plans and not (can_have and not in_graphs and kind.is_called_each_step):
         remove(root)
         return
-    for module in root.modules():  # also modules with plans because of a boundary (``inside.py``)
+    # All modules, because smaller ones have plans if the model as a whole cannot be traced (``inside.py``).
+    for module in root.modules():
         if (planned := PlannedForward.of(module)) is None:
             continue
         planned.set_options(trusted, verifies, weights)
         if not in_graphs.isdisjoint(module.modules()):
-            planned.take_off()  # a plan would not run the graphs of the modules in it
+            planned.take_off()  # a plan of this module would not run the CUDA graphs of modules in it
     for module in entrances(root):
         planned = PlannedForward.of(module)
         method = method_of(module)
@@ -313,16 +356,20 @@ def install(
             made = kept or PlannedForward(module, trusted, own_entry, method, None, verifies, weights=weights)
             made.put(place)
         if PlannedForward.of(module) is not None and not takes_adapters(list(module.modules())):
-            stop_checking([module])  # the ``PlannedForward`` compares the code
+            stop_checking([module])  # the ``PlannedForward`` itself compares the code in each call
 
 
 def _set_planners(root: nn.Module, maker: Maker | None, kind: Kind, is_transformer: bool) -> set[nn.Module]:
-    """Do ``_set_planner`` for all graphs in ``root``. Returns the modules that must get no other plans."""
+    """Let all modules in ``root`` whose calls become CUDA graphs capture plans, where these are faster.
+
+    Returns the modules that must not also run as plans without a CUDA graph, by a ``PlannedForward``.
+    """
     found: set[nn.Module] = set()
     for _, module in outermost(root):
         is_required = is_transformer and module is root
         if (graphed := GraphedForward.of(module)) is not None:
-            # A graph would not compare plans of modules in it, where it is captured from the module's code.
+            # A graph that was captured from the module's own code would not notice that plans of modules in
+            # it have become invalid.
             found.update((module,) if is_required or graphed.method != "forward" else module.modules())
             _set_planner(module, graphed, maker, kind, is_required=is_required)
     return found
@@ -336,9 +383,14 @@ def _set_planner(
     *,
     is_required: bool,
 ) -> None:
-    """Let ``graphed`` run plans where ``module`` runs no fused blocks. ``maker``: None for no plans.
+    """Let ``graphed`` capture plans instead of the module's code, if fused blocks are not faster.
 
-    ``kind``: the ``Kind`` of its model.
+    Args:
+        module: the module whose calls become CUDA graphs.
+        graphed: the object that captures and replays them.
+        maker: makes the object that runs calls as plans. None removes plans.
+        kind: what is known about the whole model.
+        is_required: True if calls without a plan must not be captured.
     """
     planner, modules = None, list(module.modules())
     has_plans = any(isinstance(m, CONVOLUTIONS) for m in modules)
@@ -357,7 +409,10 @@ def _set_planner(
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes a ``PlannedForward`` that a ``GraphedForward`` runs."""
+    """Makes the ``PlannedForward`` whose plans a ``GraphedForward`` captures as CUDA graphs.
+
+    The attributes are arguments of ``PlannedForward``.
+    """
 
     trusted: frozenset[str]
     verifies: bool
@@ -365,7 +420,8 @@ class Maker:
     weights: RowWeights | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Maker, (self.trusted, self.verifies, self.is_captured)  # a copy has no weights in E4M3
+        # The weights in E4M3 belong to the original model, so a copy does without.
+        return Maker, (self.trusted, self.verifies, self.is_captured)
 
     def __call__(self, module: nn.Module, method: str, states: States) -> PlannedForward:
         options = {"method": method, "states": states, **vars(self)}
@@ -373,13 +429,16 @@ class Maker:
 
 
 def remove(root: nn.Module) -> None:
-    """Undo ``install``: remove each ``PlannedForward`` in ``root``, and drop its plans."""
+    """Undo ``install``: let all modules in ``root`` run their own code again, and drop all plans."""
     for planned in take_off(root):
         planned.clear()
 
 
 def take_off(root: nn.Module) -> list[PlannedForward]:
-    """Remove each ``PlannedForward`` in ``root``, and return it with its plans."""
+    """Let all modules in ``root`` run their own code again. Returns the objects that ran the plans.
+
+    The objects keep their plans, and ``install`` can use them again.
+    """
     found = [planned for module in root.modules() for planned in PlannedForward.all_of(module)]
     for planned in found:
         planned.take_off()
@@ -387,9 +446,11 @@ def take_off(root: nn.Module) -> list[PlannedForward]:
 
 
 def inspect(root: nn.Module, prefix: str = "", kind: Kind | None = None) -> Iterator[Planned]:
-    """Yields a ``Planned`` for each module in ``root`` that has plans, or gets them from ``optimize``.
+    """Yields what the report says about each module in ``root`` that has plans.
 
-    ``kind``: as in ``install``.
+    If there is none, but ``optimize`` would give the model plans, it yields one item for ``root``.
+
+    ``prefix``: the dotted path of ``root``. ``kind``: the ``Kind`` of ``root``; None: it is found here.
     """
     found = [
         (path, module, planned)
@@ -403,7 +464,8 @@ def inspect(root: nn.Module, prefix: str = "", kind: Kind | None = None) -> Iter
         if (graphed := GraphedForward.of(module)) is not None:
             planner = graphed.planner
             is_on |= planner is not None and planner.is_always
-            waiting = [None] if planner is not None and planner.is_required else []  # not called yet
+            # None stands for the plans of a module that was not called yet.
+            waiting = [None] if planner is not None and planner.is_required else []
             for planned in graphed.planned or waiting:
                 yield described(path, module, planned)
     if is_on:
@@ -416,7 +478,10 @@ def inspect(root: nn.Module, prefix: str = "", kind: Kind | None = None) -> Iter
 
 
 def described(path: str, module: nn.Module, planned: PlannedForward | None) -> Planned:
-    """What the report says about ``planned``, the plans of ``module``. None: it has none yet."""
+    """What the report says about the plans of ``module``, which is at the dotted path ``path``.
+
+    ``planned``: the object that runs the plans; None if the module was not called yet.
+    """
     plans = [] if planned is None else planned.plans
     steps = [step for plan in plans for step in plan.steps]
     sizes: Counter[str] = Counter()

@@ -1,4 +1,7 @@
-"""Makes the plan of a call: traces it, rewrites the graph, and compiles the plan's kernels."""
+"""Makes the plan of a call: traces the call, rewrites its graph to kernels, and compiles the kernels.
+
+A plan is this rewritten graph. It runs later calls without the model's Python.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +31,28 @@ from sdfastgn.plans.state import STATE, State
 from sdfastgn.plans.trace.traced import Traced, Untraceable
 from sdfastgn.plans.trace.tracer import trace
 
-# Largest relative difference of a plan with products in E4M3 from the model's own code. Single products
-# differ by 0.04, whole models by 0.1 (docs/fp8.md), and results of wrong steps by about 1.
+# Largest relative difference that the check of a new plan allows between the plan and the model's own code.
+# This number is for plans with matrix products in E4M3, an 8-bit float dtype. Single products differ by 0.04,
+# and results of whole models by 0.1 (docs/fp8.md). If a kernel were wrong, results would differ by about 1.
 _MOST_IN_E4M3 = 0.3
-# The (GPU, step, dtype) whose kernels this process has compiled for some plan.
+# (GPU, name of a kernel, dtype) for all kernels that this process has compiled for some plan.
 _COMPILED: set[tuple[torch.device, str, torch.dtype | None]] = set()
 
 
 def trace_call(
     module: nn.Module, call: Call, state: State, method: str = "forward", adapters: Adapters | None = None
 ) -> tuple[Traced, Outcome]:
-    """Trace the method ``method`` of the model's class. Returns also what the call leaves besides tensors.
+    """Trace a call of the method ``method`` of the model's class.
 
-    ``call``: the arguments, and the values of ``state``. ``adapters``: the model's adapters, None if it has
-    none. Raises Untraceable.
+    Returns the graph, and the structure of the call's result with the changes that the call makes in lists
+    and dicts. Raises Untraceable, with the reason.
+
+    Args:
+        module: the model.
+        call: the arguments, including the values of ``state``.
+        state: the attributes of modules in which calls keep tensors for later calls.
+        method: the name of the method.
+        adapters: the model's layers with adapters, such as a LoRA. None if there are none.
     """
     layers = {} if adapters is None else adapters.layers
     outcomes: list[Outcome] = []
@@ -68,7 +79,10 @@ def trace_call(
 def run_own(
     module: nn.Module, call: Call, state: State, method: str, tensors: Sequence[Tensor]
 ) -> tuple[list[Tensor], Outcome]:
-    """The tensors that the module's own code computes from ``tensors``, and what it leaves besides them."""
+    """Run the module's own code on ``tensors``.
+
+    Returns the tensors that it computes, and the structure of its result with its changes in lists and dicts.
+    """
     args, kwargs = call.rebuild(list(tensors))
     outcome = Outcome(args, kwargs, tensors)
     held = kwargs.pop(STATE, {})
@@ -78,7 +92,10 @@ def run_own(
 
 
 def places(call: Call) -> tuple[int, ...]:
-    """For each tensor of the call, the first place at which the same tensor is: code may ask ``a is b``."""
+    """For each tensor of the call, the index of its first occurrence among all of them.
+
+    Calls in which different arguments are one tensor must not share a plan, because code may ask ``a is b``.
+    """
     first: dict[int, int] = {}
     return tuple(first.setdefault(id(t), i) for i, t in enumerate(call.tensors))
 
@@ -89,52 +106,62 @@ def make_plan(
     copy_of: Any = None,
     may_copy: Callable[[nn.Module], bool] = lambda module: True,
 ) -> Plan:
-    """Rewrite the graph, which the plan takes over. Raises Untraceable, with the reason.
+    """Rewrite a traced graph to kernels, and make a ``Plan`` of it. Raises Untraceable, with the reason.
 
-    ``note`` is called with the trace of the call, or of one slice of it, and the rewritten graph, which it
-    must not keep. ``copy_of``: as in ``Plan``; None if nothing is computed in E4M3. ``may_copy``: True for a
-    module whose weights may be read in E4M3.
+    Args:
+        traced: the result of a trace. Its graph is changed.
+        note: is called with the trace of the call, or of one slice of its samples, and with the rewritten
+            graph. It must not keep the graph, because the plan changes it further.
+        copy_of: as in ``Plan``: finds the copy of a weight in E4M3. None if nothing is computed in E4M3.
+        may_copy: returns True for a module whose weights may be read in E4M3.
     """
     try:
         traced = sliced(traced)
-        weights = zip(traced.graph.graph.nodes, traced.parameters, strict=False)  # placeholders come first
+        # The first nodes of the graph are the placeholders of the parameters.
+        weights = zip(traced.graph.graph.nodes, traced.parameters, strict=False)
         in_e4m3 = [n for n, (module, *_) in weights if copy_of is not None and may_copy(module)]
         graph = rewrite(traced.graph.graph, in_e4m3)
         note(traced, graph)
         return Plan(traced, graph, copy_of)
     except Untraceable:
         raise
-    except Exception as error:  # a rule that fails must not take the call down
+    except Exception as error:  # the call then runs the model's own code
         raise Untraceable(f"its plan could not be made: {one_line(error)}") from error
 
 
 def compile_ahead(plan: Plan, call: Call) -> None:
-    """Compile the kernels of ``plan`` in parallel, if it has steps that no plan on the GPU had before."""
+    """Compile the kernels of ``plan`` in parallel threads, if earlier plans did not have them all.
+
+    Plans that write into arguments or draw random numbers are left out, because the steps run once for this.
+    """
     device: Any = call.device
     kernels = {(device, step.target, step.dtype) for step in plan.steps if step.kind == "kernel"}
     new = kernels - _COMPILED
     if device.type != "cuda" or not new or plan.writes or plan.draws:
         return
-    with contextlib.suppress(Exception), on(device):  # the first run raises the same error
+    with contextlib.suppress(Exception), on(device):  # an error comes again in the first run of the plan
         plan.compile_ahead(call.tensors, device)  # type: ignore[arg-type]
     _COMPILED.update(new)
 
 
 def may_seed(named: tuple[str, Any, Any]) -> bool:
-    """True if the value that code names may set the state of PyTorch's random generators."""
+    """True if code that reads this value by its name may seed PyTorch's random generators.
+
+    ``named``: (owner, name, value).
+    """
     value = named[-1]
     is_function = getattr(value, "__module__", None) in ("torch.random", "torch.cuda.random")
     return is_function or isinstance(value, torch.Generator)
 
 
 def same_random_numbers(device: torch.device | None) -> Any:
-    """A context after which PyTorch's random generators have their former states."""
+    """A context at whose end PyTorch's random generators get back the states from before it."""
     is_gpu = device is not None and device.type == "cuda"
     return torch.random.fork_rng([device] if is_gpu else [])
 
 
 def difference(a: Tensor, b: Tensor) -> float:
-    """The relative difference of a from b; infinite if their shapes or dtypes differ."""
+    """Returns ``norm(a - b) / norm(b)`` in fp64. Infinite if the shapes or dtypes of a and b differ."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return math.inf
     if torch.equal(a, b):
@@ -144,7 +171,11 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 def most_difference(plan: Plan, dtype: torch.dtype) -> float:
-    """The largest difference that rounding may explain: 16 eps of ``dtype``, but at least 1e-4."""
+    """The largest relative difference between a plan and the model's own code that counts as rounding.
+
+    It is 16 eps of ``dtype``, but at least 1e-4; 0.3 for plans with products in E4M3; 0 for other dtypes than
+    floats.
+    """
     if plan.copies:
         return _MOST_IN_E4M3
     return max(1e-4, 16 * torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0

@@ -1,9 +1,12 @@
-"""Attention without the masks that hide no key, or hide all keys after the first ones.
+"""Makes plans whose attention reads no mask, for calls in which the masks are not needed.
 
-Attention with a mask takes 1.6 to 2.9 times as long. Masks of padded texts are arguments of the call, and the
-same tensors in all steps of an image. When the same tensors come again, ``Masks`` computes the masks and
-copies to the CPU how many keys they show, which waits for the GPU. Then it makes a plan whose attention reads
-no mask. It does this again for other tensors, and after a write into these.
+A mask is not needed if it hides no key, or if it hides all keys after the first ones. In the second case
+attention reads only the first keys. Attention with a mask takes 1.6 to 2.9 times as long.
+
+Masks of padded texts are arguments of the call, and they are the same tensors in all denoising steps of an
+image. When the same tensors come a second time, ``Masks`` computes from them the masks that attention reads.
+It counts the keys that each mask shows, and copies the numbers to the CPU, which waits for the GPU. Then it
+makes a plan without the masks. For other tensors, and after a write into the same ones, it counts again.
 """
 
 from __future__ import annotations
@@ -32,22 +35,24 @@ from sdfastgn.plans.rewrite.nodes import shape
 from sdfastgn.plans.run.plan import Plan, without_autocast
 from sdfastgn.plans.trace.traced import Untraceable
 
-# For each mask, the number of keys that the queries of each sample see, from the first on. None if the mask
-# is needed.
+# For each attention mask: how many keys the queries of each sample see, counted from the first key. None
+# stands for a mask that attention must read.
 Lengths = tuple[tuple[int, ...] | None, ...]
-# If samples see different numbers of keys, attention runs once for each sample. With more samples than this,
-# the mask stays.
+# If the samples of a batch see different numbers of keys, attention without a mask must run once for each
+# sample. For more samples than this, attention reads the mask instead.
 _MOST_SAMPLES = 4
-# Number of contents of the masks that are remembered. For instance, two prompts may take turns.
+# For this number of different mask arguments, the counted keys are remembered. More than one is needed, for
+# instance, if calls for two prompts take turns.
 _MOST_CONTENTS = 8
 
 
 class _Content:
-    """The tensors of one call from which masks are computed. It does not keep them alive.
+    """The arguments of one call from which attention masks are computed. The tensors are not kept alive.
 
     Attributes:
-        looks: how often they were looked up.
-        lengths: what was found. None if the keys were not counted yet, or if all masks are needed.
+        looks: in how many look-ups these tensors were found unchanged.
+        lengths: how many keys each mask shows. None if the keys were not counted yet, or if all masks are
+            needed.
     """
 
     def __init__(self, tensors: Sequence[Tensor], state: Any) -> None:
@@ -62,7 +67,10 @@ class _Content:
 
 
 class Masks:
-    """The masks of attention in ``plan`` that depend only on arguments of the call. Threads may share it."""
+    """The attention masks in ``plan`` that are computed from arguments of the call alone.
+
+    Several threads may use one object.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -70,19 +78,20 @@ class Masks:
         self._masks = masks_of(plan.graph, self._inputs, self._constants)
         read = {s for sources in self._masks.values() for s in sources}
         self._places = [i for i, n in enumerate(self._inputs) if n in read]
-        self._contents: list[_Content] = []  # in the order of their last look-up
+        self._contents: list[_Content] = []  # sorted by the time of their last look-up
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._masks)
 
     def lengths(self, tensors: Sequence[Any], looks: int = 0) -> Lengths | None:
-        """How many keys each mask shows for a call with these ``tensors``. None if all masks are needed.
+        """How many keys each mask shows in a call with these ``tensors``. None if all masks are needed.
 
-        All masks count as needed until the same tensors, unchanged, were looked up ``looks`` times. So the
-        keys are not counted for tensors that are new in each call. Inference tensors never count as the
-        same, because they do not count their writes.
-        ``looks``: 0 only returns what was found before.
+        The keys are counted once the same tensors, unchanged, were looked up ``looks`` times. Until then all
+        masks count as needed. This avoids counting for tensors that are new in each call. Inference tensors
+        have no version counter, so a write into them would not be noticed. They count as new.
+
+        ``looks``: 0 counts no keys, and only returns what was found before.
         """
         given = [tensors[i] for i in self._places]
         if not all(isinstance(t, Tensor) and not t.is_inference() for t in given):
@@ -104,19 +113,26 @@ class Masks:
             return content.lengths
 
     def plan(self, seen: Sequence[str | None]) -> Plan:
-        """The plan for masks that show what ``seen`` says. Raises Untraceable if there is none."""
+        """Make the plan whose attention does not read the masks that ``seen`` marks as not needed.
+
+        ``seen``: for each mask ALL, FIRST or None, as ``Masks.seen`` returns it. Raises Untraceable if the
+        plan cannot be made.
+        """
         try:
             return self._plan.with_graph(unmasked(self._plan.graph, self._masks, seen))
-        except Exception as error:  # as for other rules: the call runs the model's own code
+        except Exception as error:  # the call then runs the model's own code
             raise Untraceable(f"its plan without masks could not be made: {one_line(error)}") from error
 
     def seen(self, lengths: Lengths) -> tuple[str | None, ...]:
-        """Which keys the masks show: ALL, FIRST, or None for a mask that is needed."""
+        """Which keys each mask shows: ALL, or the FIRST ones. None for a mask that attention must read."""
         pairs = zip(lengths, self._masks, strict=True)
         return tuple(None if n is None else ALL if min(n) == shape(mask)[-1] else FIRST for n, mask in pairs)
 
     def numbers(self, lengths: Lengths) -> list[Tensor]:
-        """The further arguments of ``plan(seen(lengths))``."""
+        """Further arguments of the plan without masks: for each mask that was FIRST, the numbers of keys.
+
+        Each is an int64 tensor on the CPU with one element a sample.
+        """
         pairs = zip(lengths, self.seen(lengths), strict=True)
         return [torch.tensor(n, device="cpu") for n, kind in pairs if kind == FIRST]
 
@@ -134,6 +150,9 @@ class Masks:
 
 
 def _needless(counts: tuple[int, ...]) -> tuple[int, ...] | None:
-    """``counts``, or None if a mask is needed."""
+    """Return ``counts``, the number of keys for each sample, or None if attention must read the mask.
+
+    It must if a query sees no key or not just the first ones, or if too many samples differ.
+    """
     is_needed = min(counts) < 1 or (len({*counts}) > 1 and len(counts) > _MOST_SAMPLES)
     return None if is_needed else counts

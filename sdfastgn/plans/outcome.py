@@ -1,10 +1,12 @@
-"""What a call leaves besides tensors: the structure of its result, and lists and dicts that it changed.
+"""Records what a call returns and changes besides computing tensors, and repeats it for later calls.
 
-The state of modules (``state.py``) is such a dict.
+A plan runs the kernels of a traced call, and computes tensors only. The model's own code returns tensors
+inside of tuples, dicts or objects. Some models also change lists and dicts among their arguments: decoders of
+videos, for example, keep the last frames of each convolution in a list for the next call. The attributes in
+which modules keep tensors between calls (``state.py``) are passed to a call as such a dict.
 
-A plan computes tensors only. Upstream's code returns them inside of objects. Some of it also changes lists
-and dicts that it was given: decoders of videos, for example, keep the last frames of each convolution in a
-list. An ``Outcome`` is recorded in the trace of a call, and repeats both for later calls of the same kind.
+An ``Outcome`` is made while a call is traced. It records the structure of the result, and the changes of
+lists and dicts. For later calls of the same kind it repeats both with the tensors that the plan has computed.
 """
 
 from __future__ import annotations
@@ -24,36 +26,37 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 class _Given(NamedTuple):
-    """Stands for the tensor with the index ``place`` among the tensors of the arguments."""
+    """A placeholder in a recorded result for a tensor of the arguments, whose index is ``place``."""
 
     place: int
 
 
 class _Made(NamedTuple):
-    """Stands for the tensor with the index ``place`` among the results of the plan."""
+    """A placeholder in a recorded result for a tensor that the plan computes, whose index is ``place``."""
 
     place: int
 
 
 class _Container(NamedTuple):
-    """Stands for the list or dict with the index ``place`` among the lists and dicts of the arguments."""
+    """A placeholder in a recorded result for a list or dict of the arguments, whose index is ``place``."""
 
     place: int
 
 
 class Output(NamedTuple):
-    """Stands for an output of diffusers: an object of the dataclass ``kind``."""
+    """Describes an output of diffusers, such as ``DecoderOutput``: its dataclass, and its fields."""
 
     kind: type
     fields: dict[str, Any]
 
 
-# Classes of *marks*: each stands for one tensor, list or dict of a later call.
+# *Marks*: the classes of the placeholders in a recorded result. In a later call, each placeholder is replaced
+# by a tensor, list or dict of that call.
 MARKS = (_Given, _Made, _Container)
 
 
 class _Known(NamedTuple):
-    """What the marks of an ``Outcome`` stand for in one call."""
+    """The tensors, lists and dicts of one call that replace the placeholders in a recorded result."""
 
     made: Sequence[Any]
     tensors: Sequence[Any]
@@ -77,13 +80,13 @@ class _Known(NamedTuple):
 
 
 class Outcome:
-    """The outcome of one traced call.
+    """Records the result of one traced call, and the changes that the call makes in lists and dicts.
+
+    Make the object before the call, and call ``finish`` when the call has returned.
 
     Args:
-        args, kwargs: the arguments that the call has got. Nobody else may have changed them.
+        args, kwargs: the arguments of the call.
         tensors: the tensors among the arguments.
-
-    ``finish`` must be called when the call has returned.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any]) -> None:
@@ -97,9 +100,10 @@ class Outcome:
         self._changes: list[tuple[int, Any]] = []
 
     def finish(self, result: Any) -> list[Tensor]:
-        """Record ``result``, and the changes that the call has made.
+        """Record ``result``, and what the call has changed in lists and dicts among its arguments.
 
-        Returns the tensors that a plan of the call must compute. Raises Untraceable for other objects.
+        Returns the tensors that a plan of the call must compute. Raises Untraceable if the result has an
+        object that cannot be recorded, for instance of a class of the user.
         """
         self._tensors: list[Tensor] = []
         self._made: dict[int, _Made] = {}
@@ -111,18 +115,21 @@ class Outcome:
                 content = dict(each) if isinstance(each, dict) else list(each)
                 self._changes.append((place, self._taken(content)))
         computed = self._tensors
-        # The marks are all that is kept, and none of the call's tensors.
+        # From here on the object refers to none of the call's tensors.
         del self._given, self._containers, self._places, self._before, self._made, self._tensors
         return computed
 
     @property
     def recorded(self) -> tuple[Any, Any, list[int], bool]:
-        """What ``finish`` has recorded. It has no tensors: marks (``MARKS``) stand for them."""
+        """What ``finish`` has recorded: data that can be written to a file.
+
+        It has no tensors. In their places it has placeholders: objects of the classes ``MARKS``.
+        """
         return self._result, self._changes, self._returned, self._returns_containers
 
     @classmethod
     def of(cls, recorded: Sequence[Any]) -> Outcome:
-        """The outcome whose ``recorded`` is given."""
+        """Make an ``Outcome`` from the data that the property ``recorded`` of another one has returned."""
         made = cls((), {}, ())
         made.finish(None)
         made._result, made._changes, made._returned, made._returns_containers = recorded
@@ -138,7 +145,8 @@ class Outcome:
             args, kwargs: the arguments of the later call.
             tensors: the tensors among them.
         """
-        # Stock models return contiguous tensors, and pipelines may rely on that. Steps compute channels-last.
+        # Plans compute images channels-last. The model's own code returns contiguous tensors, and pipelines
+        # may rely on that.
         made = list(made)
         for i in self._returned:
             made[i] = made[i].contiguous()
@@ -154,9 +162,11 @@ class Outcome:
     def replaced(
         self, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any]
     ) -> list[tuple[Any, Any, int]]:
-        """The tensors among the arguments of a later call that it will drop from lists and dicts.
+        """Finds the tensors in lists and dicts of a later call that the call will replace by new ones.
 
-        Returns (list or dict, index or key there, index in ``tensors``) of each that nothing else refers to.
+        Such a tensor can be freed as soon as the plan has read it. Returns (list or dict, index or key there,
+        index in ``tensors``) for each of them that occurs only once among the arguments, and that the call
+        neither returns nor keeps.
         """
         if not self._changes:
             return []
@@ -172,11 +182,14 @@ class Outcome:
 
     @functools.cached_property
     def _kept(self) -> set[int]:
-        """The indices of the arguments' tensors that the call returns or leaves in lists and dicts."""
+        """The indices of the arguments' tensors that the call returns, or leaves in lists and dicts."""
         return {*_given_in([self._result, self._changes])}
 
     def _taken(self, value: Any) -> Any:
-        """``value`` in new containers, with marks for tensors and for containers among the arguments."""
+        """Copy ``value`` without its tensors.
+
+        A placeholder (``MARKS``) replaces each tensor, and each list or dict that is also an argument.
+        """
         kind = type(value)
         if isinstance(value, Tensor):
             if id(value) in self._given:
@@ -210,7 +223,7 @@ def _items_of(part: Any) -> Iterable[Any]:
 
 
 def _given_in(part: Any) -> Iterator[int]:
-    """The indices of the arguments' tensors that the marks in ``part`` stand for."""
+    """The indices of the arguments' tensors for which the recorded ``part`` has a placeholder."""
     if type(part) is _Given:
         yield part.place
     for item in _items_of(part):
@@ -218,9 +231,10 @@ def _given_in(part: Any) -> Iterator[int]:
 
 
 def _returned(part: Any, is_inside: bool = False) -> Iterator[int]:
-    """The indices of the plan's tensors that a call's result ``part`` has.
+    """The indices of the plan's tensors for which ``part``, a recorded result, has a placeholder.
 
-    Those in a dict inside of the result are left out, because it is a cache for the model's next call.
+    Tensors in a dict inside of the result are left out, because such a dict is a cache for the model's next
+    call.
     """
     if type(part) is _Made:
         yield part.place

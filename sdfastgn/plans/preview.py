@@ -1,4 +1,7 @@
-"""Makes the plans of a call of a model on the device meta, where neither a GPU nor weights are needed."""
+"""Shows what plans a model would get, without a GPU and without weights: all tensors are on the device meta.
+
+A plan is a traced call as a list of steps: calls of kernels and of PyTorch's ops.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +31,26 @@ from sdfastgn.plans.trace.refusals import is_tracing
 from sdfastgn.plans.trace.traced import Traced, Untraceable
 from sdfastgn.plans.trace.tracer import trace
 
-# Kind of GPU -> a compute capability of it. A plan can have other steps on another kind.
+# For each kind of GPU, a compute capability that stands for it. The same call can have other kernels on
+# another kind.
 _CAPABILITIES = {"hopper": (9, 0), "other": (8, 0)}
 
 
 @dataclass
 class CallPlan:
-    """The plan of one kind of call of one module.
+    """The plan of one module for calls with equal shapes and settings.
+
+    A plan is a traced call as a list of steps: calls of kernels and of PyTorch's ops.
 
     Attributes:
         path: the module's dotted path in the model; empty for the model itself.
         kind: the name of the module's class.
-        calls: number of calls of this kind.
-        trace_s, rewrite_s: seconds that the trace took, and those to make the plan of it.
-        plan: None if there is none. Then ``reason`` says why.
-        is_guess: for each step of the plan, True if GPUs of another kind run other steps instead.
+        calls: number of such calls.
+        trace_s: seconds that the trace of the call took.
+        rewrite_s: seconds that it took to make the plan from the traced graph.
+        plan: the plan; None if the call cannot have one.
+        reason: why there is no plan; empty if there is one.
+        is_guess: for each step of the plan, True if GPUs of another kind would run other steps instead.
     """
 
     path: str
@@ -55,7 +63,7 @@ class CallPlan:
     is_guess: list[bool] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """The table of the plan, with a star behind each step that is a guess."""
+        """The table of the plan's steps. A star marks each step that another kind of GPU would not run."""
         if self.plan is None:
             return f"no plan: {self.reason}"
         title, *lines = str(self.plan).splitlines()
@@ -80,15 +88,15 @@ class CallPlan:
 
 
 class _Planned:
-    """A ``CallPlan``, and what a call of its kind returns."""
+    """A ``CallPlan``, and what is needed to return the result of such a call without computing it."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.report = CallPlan(path, type(module).__name__)
         self._outcome: Outcome | None = None
-        self._results: list[dict[str, Any]] = []  # for each result, the ``meta`` of its node
+        self._results: list[dict[str, Any]] = []  # shape, dtype and device of each result
 
     def make(self, module: nn.Module, call: Call, state: State, gpu_kind: str) -> None:
-        """Make the plan. Raises Untraceable."""
+        """Trace the call and make its plan. Raises Untraceable, with the reason, if that is not possible."""
         start = time.perf_counter()
         traced, outcome = trace_call(module, call, state, method_of(module))
         self.report.trace_s = time.perf_counter() - start
@@ -103,7 +111,10 @@ class _Planned:
         self.report.plan, self._outcome = plan, outcome
 
     def run(self, module: nn.Module, args: Any, kwargs: Any, call: Call | None, state: State) -> Any:
-        """Return what a call returns, and store what it keeps."""
+        """Return empty tensors of the right shapes in place of the results of a call.
+
+        Attributes in which the call keeps tensors are set too. Without a plan the module's own code runs.
+        """
         self.report.calls += 1
         if self._outcome is None or call is None:
             given = {name: value for name, value in kwargs.items() if name != STATE}
@@ -115,13 +126,14 @@ class _Planned:
 
 
 def plans_of(model: nn.Module, call: Callable[[], object], gpu_kind: str) -> list[CallPlan]:
-    """The plans for the calls of ``model`` and of its children that ``call`` makes.
+    """Makes the plans that ``optimize`` would make for the calls of ``model`` in ``call()``.
 
-    As with ``optimize``, calls of the same kind share a plan, and a child has plans of its own if a call of
-    it is not part of a planned call of ``model``.
+    A plan is a traced call as a list of kernel calls. Calls with equal shapes and settings share a plan. A
+    child of ``model`` has plans of its own if something outside of the model calls the child.
 
-    All parameters and inputs must be on the device meta. ``gpu_kind``: "hopper" or "other". Afterwards
-    ``model`` can be used for nothing else.
+    All parameters and inputs must be on the device meta. Afterwards ``model`` can be used for nothing else.
+
+    ``gpu_kind``: "hopper" or "other", the kind of GPU whose kernels the plans have.
     """
     found: dict[Any, _Planned] = {}
     paths = {module: path for path, module in model.named_modules()}
@@ -151,7 +163,8 @@ def plans_of(model: nn.Module, call: Callable[[], object], gpu_kind: str) -> lis
     for module in entrances(model):
         if any(True for _ in module.children()):
             vars(module)[method_of(module)] = functools.partial(forward, module)
-    trace(nn.Identity(), torch.relu, torch.empty(1, device="meta"))  # the first trace also imports modules
+    # The first trace in a process also imports modules, which must not count in ``trace_s``.
+    trace(nn.Identity(), torch.relu, torch.empty(1, device="meta"))
     with torch.no_grad():
         call()
     return [planned.report for planned in found.values()]
@@ -163,5 +176,5 @@ def _plan_for(gpu_kind: str, traced: Traced) -> Plan:
 
 
 def _what(step: Step) -> tuple[Any, ...]:
-    """What a step does, without the name of its node."""
+    """All fields of a step except the name of its node, by which steps of two graphs are compared."""
     return step[1:]

@@ -1,10 +1,12 @@
 """State between calls: attributes of a model's modules in which a call keeps tensors for later calls.
 
-An example is the cache of a decoder that computes a video in parts. Such attributes are one more argument of
-a plan. What the call has set them to is one more result, which is stored in the module.
+An example is the cache of a decoder that computes a video in parts. A plan, which runs the kernels of a
+traced call, gets the values of such attributes as one more argument. It returns their new values as one more
+result, which is then stored in the modules.
 
-In a module that keeps a tensor, the plain values and other tensors among its attributes are state too. Flags
-such as "this is the first part" are often beside a cache, and other code sets them between calls.
+If one attribute of a module keeps a tensor, then all other tensors and plain values, such as numbers and
+strings, among the module's attributes count as state too. Flags such as "this is the first part" are often
+beside a cache, and other code sets them between calls.
 """
 
 from __future__ import annotations
@@ -19,16 +21,19 @@ from torch import Tensor, nn
 
 from sdfastgn.patches.graphs.arguments import is_plain
 
-# The name of the argument. It is no identifier, because no argument of a method may have it. Reasons begin
-# with it.
+# The name of the keyword argument by which a plan gets the tensors that modules keep between calls. It has
+# spaces, so that no real argument of a method can have the same name. Messages that say why a call has no
+# plan contain it.
 STATE = "the state of a module"
-# How often traces can add attributes to a state. One trace finds all that a call keeps, and another kind of
-# call may keep more. Code that keeps each tensor under a new name must not be traced at each call.
+# How many traces of one model may add attributes to its state. One trace finds all attributes that its call
+# sets, and another kind of call may set more. Without a limit, a model that keeps each tensor under a new
+# name would be traced in each call.
 _MOST_GROWTHS = 4
-# Attributes of all modules, such as the dicts of parameters and hooks. They are no state.
+# Attributes that every ``nn.Module`` has, such as the dicts of parameters and hooks. They never count as
+# state.
 _OF_ALL = frozenset(vars(nn.Module()))
 
-# The dotted path of a module -> the values of its attributes that are state.
+# For the dotted path of each module with state: the names and values of its attributes that are state.
 Held = dict[str, dict[str, Any]]
 
 
@@ -37,7 +42,7 @@ def _is_value(value: Any) -> bool:
 
 
 def _can_be_state(module: nn.Module, names: set[str]) -> bool:
-    """True if these attributes are tensors and plain values, or lists, tuples and dicts of these."""
+    """True if the attributes ``names`` hold tensors and plain values, or lists, tuples and dicts of them."""
     todo = [vars(module)[name] for name in names if name in vars(module)]
     while todo:
         value = todo.pop()
@@ -49,10 +54,12 @@ def _can_be_state(module: nn.Module, names: set[str]) -> bool:
 
 
 class State:
-    """The attributes of the modules in a model that are its state. It keeps no module alive.
+    """Lists the attributes of a model's modules in which calls keep tensors for later calls.
+
+    It reads and sets their values. It keeps no module alive.
 
     Attributes:
-        growths: how often ``grown`` has made this state from an empty one.
+        growths: how many traces have added attributes to this list.
     """
 
     def __init__(self, names: Mapping[str, tuple[nn.Module, frozenset[str]]] | None = None, growths: int = 0):
@@ -62,7 +69,11 @@ class State:
         self.growths = growths
 
     def grown(self, root: nn.Module, found: Mapping[nn.Module, set[str]]) -> State | None:
-        """This state and the attributes ``found`` of modules in ``root``. None if these can be no state."""
+        """Return a ``State`` that lists also the attributes ``found`` of modules in ``root``.
+
+        Returns None if one of the new attributes holds an object that cannot be passed as an argument, or if
+        traces have added attributes too often.
+        """
         if self.growths >= _MOST_GROWTHS or not found or not all(starmap(_can_be_state, found.items())):
             return None
         names = self.names()
@@ -73,12 +84,12 @@ class State:
         return State({paths[module]: (module, each) for module, each in names.items()}, self.growths + 1)
 
     def names(self) -> dict[nn.Module, frozenset[str]]:
-        """Module -> the names of its attributes that are state."""
+        """For each module with state, the names of its attributes that are state."""
         found = ((reference(), names) for reference, names in self._held.values())
         return {module: frozenset(names) for module, names in found if module is not None}
 
     def held(self) -> Held:
-        """The present values of the state, in new dicts. Attributes that do not exist are left out."""
+        """The present values of the listed attributes, in new dicts. Missing attributes are left out."""
         found: Held = {}
         for path, (reference, names) in self._held.items():
             module = reference()
@@ -87,7 +98,7 @@ class State:
         return found
 
     def store(self, held: Held) -> None:
-        """Give the state the values ``held``."""
+        """Set the listed attributes to the values ``held``. Delete those that ``held`` does not have."""
         for path, (reference, names) in self._held.items():
             module = reference()
             attributes: dict[str, Any] = {} if module is None else vars(module)
@@ -99,7 +110,11 @@ class State:
 
     @contextmanager
     def replaced(self, held: Held) -> Iterator[None]:
-        """A context in which the state has the values ``held``. At its end, ``held`` gets the new ones."""
+        """A context in which the listed attributes have the values ``held``.
+
+        At its end, the values that code has given them meanwhile are put into ``held``, and the attributes
+        get back the values from before the context.
+        """
         before = self.held()
         self.store(held)
         try:

@@ -1,4 +1,8 @@
-"""The plans of one module, by kind of call, and the kinds of calls that have none."""
+"""Stores the plans of one module, and why some kinds of calls have no plan.
+
+A plan is a traced call as a list of kernel calls. Calls are of one kind if their arguments have equal shapes,
+strides, dtypes and devices, and other arguments and settings are equal. They share a plan.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +20,33 @@ from sdfastgn.plans.run.bake import Baked
 from sdfastgn.plans.run.plan import Plan
 from sdfastgn.plans.state import State
 
-# Maximum number of plans of one module. Each one is for one kind of call.
+# Maximum number of plans of one module. Each plan serves calls with the same shapes and settings.
 MAX_PLANS = 16
-# Number of kinds of calls in a row that are traced although no earlier plan was used again. A call with a
-# number that is always another one, such as a timestep, would otherwise be traced each time.
+# If this number of calls in a row needed a new trace, and none could use an earlier plan, most further calls
+# are not traced. Otherwise a model that gets another number in each call, such as a timestep, would be traced
+# each time.
 _NEW_KINDS = 16
-# A plan that was used again within this number of calls is not removed for another. Otherwise each call would
-# be a trace if 17 sizes take turns.
+# A plan that was used again within this number of calls is not removed to make place for another plan.
+# Otherwise each call would be traced if 17 image sizes take turns and only 16 plans are kept.
 _IN_USE = 128
-# Maximum number of plans without masks beside one with all masks. A model with two masks has at most 8.
+# For one kind of call: the maximum number of plans whose attention reads fewer masks than the model's code
+# has. Each of two masks may be kept, dropped, or replaced by a number of keys, which makes 8 such plans.
 _MOST_UNMASKED = 8
 
 
 @dataclasses.dataclass(slots=True)
 class Made:
-    """A plan, the function that runs it, and what its call leaves besides tensors.
+    """One plan of a module, and what is needed to use it for calls.
 
     Attributes:
-        last_use: number of the call; 0 if it was not used again.
-        idle: number of the last calls in a row after which the GPU had nothing left to do.
-        masks: the masks of attention that calls may need or not.
-        unmasked: which keys the masks show -> the plan for such calls.
+        plan: the plan.
+        baked: runs the plan with less CPU time, as generated Python code.
+        outcome: makes the result of a call from the tensors that the plan computes.
+        last_use: the number of the call of the module that used the plan last; 0 if none used it again after
+            the first.
+        idle: in how many calls in a row up to now the GPU was done before Python.
+        masks: the attention masks that a call may turn out not to need. None if there are none.
+        unmasked: for each combination of masks that are not needed, the plan that does not read them.
     """
 
     plan: Plan
@@ -50,11 +60,12 @@ class Made:
     @classmethod
     def of(cls, plan: Plan, outcome: Outcome) -> Made:
         masks = Masks(plan)
-        has_masks = len(masks) and plan.slices is None  # slices read parts of the masks
+        # A plan that runs a batch in slices keeps its masks, because each slice reads another part of them.
+        has_masks = len(masks) and plan.slices is None
         return cls(plan, Baked(plan), outcome, masks=masks if has_masks else None)
 
     def all(self) -> list[Made]:
-        """This plan, and those without masks."""
+        """Lists this plan, and the plans made from it whose attention reads fewer masks."""
         return [self, *list(self.unmasked.values())]
 
     def add_unmasked(self, seen: tuple[str | None, ...], made: Made) -> None:
@@ -64,21 +75,25 @@ class Made:
 
 
 class Plans:
-    """The plans of one module in one state of its code, by kind of call.
+    """The plans of one module, as long as nobody replaces functions that the module's code calls.
+
+    Keys of the dicts are made from a call's arguments and from settings. Calls with equal keys share a plan.
 
     Attributes:
-        guard: compares the module.
-        state: what is kept in modules.
-        adapters: the layers with adapters.
-        refused: kind of call -> why it has no plan, for each of the traces that failed.
-        seen: number of calls, with or without a plan.
-        new_kinds: how often a trace was wanted since a plan was last used again.
+        guard: compares the module with its state during the traces.
+        state: the attributes of modules in which calls keep tensors for later calls.
+        adapters: the layers with adapters, such as a LoRA.
+        is_planned_inside: True if modules in the module have got plans, because it cannot be traced itself.
+        made: for each key, the plan.
+        refused: for each key, the reasons why traces of such calls failed, one for each failed trace.
+        seen: number of calls so far, with or without a plan.
+        new_kinds: number of calls that needed a new trace since a call last used an earlier plan.
     """
 
     def __init__(self, guard: Guard, state: State, adapters: Adapters) -> None:
         self.guard, self.state, self.adapters = guard, state, adapters
         self.is_planned_inside = False
-        self.made: dict[Any, Made] = {}  # oldest first
+        self.made: dict[Any, Made] = {}  # key of a call -> its plan, the oldest first
         self.refused: defaultdict[Any, list[str]] = defaultdict(list)
         self.seen = self.new_kinds = 0
 
@@ -93,9 +108,9 @@ class Plans:
         return made
 
     def check_is_worth_it(self) -> None:
-        """Raise Unsupported if another trace would save no time.
+        """Raise Unsupported if another trace would probably save no time.
 
-        If kinds of calls hardly repeat, the 32nd, 64th, 128th, ... is traced.
+        If calls hardly ever repeat, only the 32nd, 64th, 128th, ... call that has no plan is traced.
         """
         self.new_kinds += 1
         if self.new_kinds > _NEW_KINDS and self.new_kinds.bit_count() > 1:

@@ -1,8 +1,10 @@
-"""A rewritten graph, and what its call returns, as JSON.
+"""Writes the graph of a plan, and the structure of its call's result, as JSON, and reads them back.
 
-JSON's own values stand for themselves. Every other value is a list that begins with a word, such as
-``["dtype", "float32"]``. Ops are named, and only ops of aten and the steps of this package have names.
-So a file can run nothing else. Tensors are the small ones that the call's code made from numbers.
+A plan is the graph of a traced call, rewritten to kernels. Numbers, texts and None are written as JSON's own
+values. Every other value is a list that begins with a word, such as ``["dtype", "float32"]``. Functions are
+written by name. Only ops of aten and functions of ``plans/run/steps``, which call this package's kernels,
+have names in a file. So a file can run nothing else. A file has no weights. Its tensors are small constants,
+which the model's code made from numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.slices import Slices
 from sdfastgn.plans.trace.traced import Traced
 
-# Bytes. A plan with larger constants is not kept on disk.
+# Bytes (1 MB). A plan is not kept on disk if its constants together are larger.
 _MOST_CONSTANTS = 1 << 20
 _PLAIN = (type(None), bool, int, float, str)
 _STEPS = {
@@ -37,16 +39,20 @@ _STEPS = {
     if isinstance(step, FunctionType) and step.__module__.startswith(steps.__name__)
 }
 _RECORDS = {kind.__name__: kind for kind in (steps.Group, steps.Channel, Slices, *MARKS)}
-# Key in a file -> the type of a value that the file has as its name in ``torch``, such as "float16".
+# Values of these types are written by their names in ``torch``, such as "float16". The key is the word that
+# stands before the name in the file.
 _NAMED = {"dtype": torch.dtype, "format": torch.memory_format, "layout": torch.layout}
 
 
-class Unwritable(Exception):  # noqa: N818  # no error for callers: the plan is not kept
-    """The plan has something that has no form in a file."""
+class Unwritable(Exception):  # noqa: N818  # callers catch it: the plan is not kept on disk
+    """The plan contains a value for which this file has no form in JSON."""
 
 
 def text_of(model: nn.Module, traced: Traced, graph: fx.Graph, outcome: Outcome) -> str:
-    """The text of the rewritten ``graph`` of the call ``traced`` of ``model``. Raises Unwritable."""
+    """Returns the JSON text of a plan: of ``graph``, the rewritten graph of the call ``traced`` of ``model``.
+
+    ``outcome``: the structure of the call's result. Raises Unwritable if a value has no form in JSON.
+    """
     if traced.others:
         raise Unwritable("a tensor from elsewhere")
     paths = {module: path for path, module in model.named_modules()}
@@ -75,9 +81,10 @@ def text_of(model: nn.Module, traced: Traced, graph: fx.Graph, outcome: Outcome)
 
 
 def read(text: str, model: nn.Module, tensors: list[Tensor]) -> tuple[Traced, fx.Graph, Outcome]:
-    """The arguments from which ``text_of`` made ``text``. ``tensors``: all tensors in the call's arguments.
+    """Reads the JSON text of a plan. Returns the trace, the rewritten graph and the structure of the result.
 
-    Raises an exception of any class if ``text_of`` did not make ``text``.
+    ``tensors``: all tensors among the call's arguments. Raises an exception of any class if ``text_of`` did
+    not write the text for this model.
     """
     content = json.loads(text)
     root, graph = fx.GraphModule({}, fx.Graph()), fx.Graph()
@@ -126,7 +133,7 @@ def _meta_of(n: Node, metas: dict[Any, int]) -> int | None:
 
 
 def _written(value: Any, numbers: dict[Node, int]) -> Any:
-    """``value`` for JSON. ``numbers``: the number of each node."""
+    """Turns ``value`` into values of JSON. ``numbers``: for each node of the graph, its index."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -178,7 +185,10 @@ def _read(value: Any, nodes: list[Node]) -> Any:
 
 
 def _output_class(module: str, name: str) -> type:
-    """A class of outputs, which are dicts and dataclasses. Nothing is imported."""
+    """Finds a class of outputs of diffusers by its name, without importing anything.
+
+    Raises ValueError if the named object is not a class of dicts and a dataclass, as these outputs are.
+    """
     found = getattr(sys.modules[module], name)
     if not (isinstance(found, type) and issubclass(found, dict) and dataclasses.is_dataclass(found)):
         raise ValueError(f"{module}.{name} is no class of outputs")

@@ -1,7 +1,8 @@
 """Describes objects as text that is the same in every process, as long as the objects have equal content.
 
-The text has no addresses and no ids, and does not depend on the order of sets. An object that occurs again is
-a reference to its first place. So the text also tells which tensors and lists are the same object.
+The text contains no addresses and no ids, and does not depend on the order of sets. If an object occurs
+again, the text has the number of its first occurrence instead. So the text also tells which tensors and lists
+are the same object.
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ _WRAPPERS = (classmethod, staticmethod, property, functools.cached_property, fun
 _Cached = type(functools.cache(lambda: None))
 
 
-class Indescribable(Exception):  # noqa: N818  # no error for callers: the call is traced
+class Indescribable(Exception):  # noqa: N818  # callers catch it: then no plan is read from disk
     """The object has content that no text can describe, such as the state of a lock or of an open file."""
 
 
 class Description:
-    """The text of all objects that ``add`` was called with.
+    """Builds one text from all objects that are passed to ``add``.
 
     Attributes:
-        classes: the classes of the objects, and classes among them.
-        functions: the functions among them.
+        classes: the classes of all described objects, and described objects that are classes themselves.
+        functions: all described objects that are functions.
     """
 
     def __init__(self) -> None:
         self._text: list[str] = []
         self._seen: dict[int, int] = {}
-        self._kept: list[Any] = []  # objects stay alive, so that their ids stay theirs
+        self._kept: list[Any] = []  # keeps objects alive, so that no other object can get the id of one
         self._storages: dict[int, int] = {}
         self.classes: dict[type, None] = {}
         self.functions: list[types.FunctionType] = []
@@ -61,11 +62,11 @@ class Description:
         return hashlib.sha256("\0".join(self._text).encode("utf-8", "surrogatepass")).hexdigest()
 
     def note(self, *words: str) -> None:
-        """Adds words as they are. No word has a null character."""
+        """Adds ``words`` to the text as they are. They must have no null characters, which separate words."""
         self._text += words
 
     def is_new(self, value: Any) -> bool:
-        """False if ``value`` was described before. Then this adds a reference to it."""
+        """False if the object ``value`` was added before. Then its number from that time is added instead."""
         first = self._seen.setdefault(id(value), len(self._seen))
         if first < len(self._kept):
             self._text.append(f"again {first}")
@@ -74,7 +75,10 @@ class Description:
         return True
 
     def add(self, value: Any) -> None:
-        """Adds the text of ``value`` and of all that it refers to. Raises Indescribable."""
+        """Adds the text of ``value``, and of all objects that it refers to.
+
+        Raises Indescribable if one of them has content that no text can describe.
+        """
         kind = type(value)
         if kind in _PLAIN:
             self._text.append(repr(value))
@@ -92,7 +96,7 @@ class Description:
             self.add_class(kind)
             self._text.append(value.name)
             self.add(value.value)
-        elif isinstance(value, tuple) or self.is_new(value):  # nobody can tell equal tuples apart
+        elif isinstance(value, tuple) or self.is_new(value):  # equal tuples count as the same one
             self._add_object(kind, value)
 
     def add_class(self, kind: type) -> None:
@@ -103,7 +107,8 @@ class Description:
         self._text.append(f"{len(values)} entries")
         for name, value in dict.items(values) if isinstance(values, dict) else values.items():
             self.add(name)
-            # diffusers makes this list from a set.
+            # diffusers makes the list ``_use_default_values`` from a set, so its order differs between
+            # processes.
             self.add(frozenset(value) if name == "_use_default_values" else value)
 
     def _add_object(self, kind: type, value: Any) -> None:
@@ -178,7 +183,8 @@ class Description:
         self.add(value.__kwdefaults__)
         for cell in value.__closure__ or ():
             self.add(content_of(cell))
-        # The attributes of PyTorch's functions, such as signatures, count by its version.
+        # Attributes of PyTorch's functions are left out: the version of PyTorch, which is in the key of a
+        # file, covers them.
         self.add_all({} if package_of(value.__globals__.get("__name__")) == "torch" else vars(value))
 
     def _add_instance(self, kind: type, value: Any) -> None:
@@ -192,7 +198,7 @@ class Description:
 
 @functools.cache
 def digest_of(code: types.CodeType) -> str:
-    """A hash of what ``code`` does. Lines, comments and the names of files do not count."""
+    """A hash of the bytecode, names and constants of ``code``. Line numbers and file names do not matter."""
     parts = [
         code.co_name, code.co_flags, code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount,
         code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_code,

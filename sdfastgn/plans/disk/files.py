@@ -1,7 +1,9 @@
-"""The folder with plans: one file a key.
+"""Reads and writes the files of a folder in which plans are kept: the rewritten graphs of traced calls.
 
-A file begins with a hash of its content, and its content with its key. A file that is damaged, or that is no
-such file, is removed. A folder that cannot be read or written is as good as none.
+There is one file for each key, which is a hash of all that the plan depends on. The first line of a file is a
+hash of the rest. The second line is the key, and after that comes the text of the plan. A file is removed if
+a hash or key does not match. If the folder cannot be read or written, plans are not kept, and no error is
+raised.
 """
 
 from __future__ import annotations
@@ -13,20 +15,21 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Environment variable with the folder. Without it, no plan is read or written.
+# Name of the environment variable that names the folder. If it is not set, no plan is read or written.
 VARIABLE = "SDFASTGN_PLAN_CACHE"
-# Bytes (256 MB). If the files have more, the files that were not used for the longest time go.
+# Bytes (256 MB) that all files together may take. If they take more, those that were not used for the longest
+# time are removed.
 MOST = 1 << 28
 
 
 def folder() -> Path | None:
-    """The folder, which may not exist; None if plans are not kept on disk."""
+    """The path of the folder with plans, which may not exist. None if plans are not kept on disk."""
     named = os.environ.get(VARIABLE)
     return Path(named) if named else None
 
 
 def load(key: str) -> str | None:
-    """The text that was saved for ``key``; None if there is none."""
+    """Returns the text of the plan that was saved for ``key``. None if there is none."""
     path = _path(key)
     if path is None:
         return None
@@ -46,7 +49,10 @@ def load(key: str) -> str | None:
 
 
 def save(key: str, text: str) -> None:
-    """Keeps ``text`` for ``key``, if that is possible. Other processes see the whole file or none."""
+    """Saves ``text``, a plan, for ``key``. Does nothing if the folder cannot be written.
+
+    Other processes see the whole file or none, because a finished file is renamed into its place.
+    """
     path = _path(key)
     if path is None:
         return
@@ -87,9 +93,12 @@ def _make_room(kept: Path) -> None:
 
 
 def _files(where: Path) -> Iterator[tuple[float, int, Path]]:
-    """(time of last use, size, path) of each file. A process that was killed may have left partial ones."""
+    """Yields (time of last use, size in bytes, path) for each file of the folder.
+
+    Files with the suffix ".partial" count too: a process that was killed may have left them.
+    """
     for path in where.iterdir():
         if path.suffix in (".plan", ".partial"):
-            with contextlib.suppress(OSError):  # another process may remove it
+            with contextlib.suppress(OSError):  # another process may remove the file meanwhile
                 status = path.stat()
                 yield status.st_mtime, status.st_size, path

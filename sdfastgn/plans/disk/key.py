@@ -1,7 +1,9 @@
-"""The key of a plan: a hash of all that its trace and its rewriting depend on.
+"""Computes the key under which a plan is kept on disk. A plan is a traced call, rewritten to kernels.
 
-Two processes have equal keys only if tracing would give the same plan in both: the same kind of call, modules
-with equal attributes, weights of the same shapes with the same sharing, the same code, GPU and versions.
+The key is a hash of all that the trace and the rewriting depend on. Two processes have equal keys only if
+tracing would give the same plan in both. This needs equal arguments apart from the values of tensors, modules
+with equal attributes, weights with equal shapes, the same code, the same GPU and the same versions. Where
+several weights are one tensor, they must be so in both processes.
 """
 
 from __future__ import annotations
@@ -24,16 +26,23 @@ from sdfastgn.patches.graphs.watch import attributes_of, hooks_of
 from sdfastgn.plans.disk.description import Description, digest_of
 from sdfastgn.plans.guard import Guard
 
-# Version of the content of files.
+# Number of the format of files. It is part of each key, so files of another format are not read.
 _FORMAT = 1
-# Code of these packages counts by their versions, and by what a ``Guard`` has read of it.
+# If a file of the model's code belongs to another package than these, a key has the bytecode of all functions
+# in the file. For these packages, versions and the functions that the model's code names are enough.
 _BY_VERSION = sys.stdlib_module_names | {"torch", "triton", "numpy", "sdfastgn"}
 
 
 def key_of(module: nn.Module, call: Any, device: torch.device, guard: Guard) -> str | None:
-    """The key of calls of the kind ``call`` of ``module``. None if something has content that no text tells.
+    """Returns the key for the plan of a call of ``module``.
 
-    ``call`` may have any objects. ``guard``: of the present state of the module and its code.
+    Returns None if something that the plan depends on has content that no text can describe, such as a lock.
+
+    Args:
+        module: the module.
+        call: describes the arguments and settings of the call. It may have objects of any classes.
+        device: the device of the call.
+        guard: the record of the present state of the module and of its code.
     """
     about = _Model()
     try:
@@ -41,7 +50,7 @@ def key_of(module: nn.Module, call: Any, device: torch.device, guard: Guard) -> 
         about.add(module)
         code = [_of_entry(about, owner, name, value) for owner, name, value in guard.names()]
         code += [_of_entry(about, "", None, function) for function in guard.functions()]
-    except Exception:  # Indescribable, or an object whose own code raises
+    except Exception:  # an object cannot be described, or its own code raises an error
         return None
     about.note(*sorted(code))
     files = _files(about)
@@ -52,7 +61,7 @@ def key_of(module: nn.Module, call: Any, device: torch.device, guard: Guard) -> 
 
 
 class _Model(Description):
-    """A ``Description`` that has only those parts of a module on which the module's calls depend."""
+    """A ``Description`` that leaves out parts of modules on which the modules' calls do not depend."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,9 +81,10 @@ class _Model(Description):
 
 
 def _of_entry(about: _Model, owner: str, name: Any, value: Any) -> str:
-    """The text of a name that code reads, and of its value.
+    """Returns a hash of a name that code reads, and of its value.
 
-    It refers to no text of another name, because the order of names differs from process to process.
+    Each name is described apart, because the order of names differs from process to process. The numbers of
+    earlier objects would differ too.
     """
     own = _Model()
     own.note(owner)
@@ -86,14 +96,14 @@ def _of_entry(about: _Model, owner: str, name: Any, value: Any) -> str:
 
 
 def _files(about: _Model) -> list[str]:
-    """The Python modules with code of the model: of all classes, of their bases, and of all functions."""
+    """The names of the Python modules that define the model's classes, their base classes and functions."""
     names = {base.__module__ for kind in about.classes for base in kind.__mro__}
     names |= {str(function.__globals__.get("__name__")) for function in about.functions}
     return sorted(name for name in names if package_of(name) not in _BY_VERSION)
 
 
 def _code_of_file(name: str) -> str:
-    """A hash of all functions and methods in the Python module ``name``, also of unused ones."""
+    """A hash of the bytecode of all functions and methods in the Python module ``name``, used or not."""
     found = sorted(_functions_in(name, vars(sys.modules.get(name, types)), ""))
     return hashlib.sha256("\0".join(found).encode("utf-8", "surrogatepass")).hexdigest()
 

@@ -1,4 +1,4 @@
-"""``Saved``: the plan of one kind of call on disk."""
+"""``Saved`` is the file on disk with one plan. A plan is a traced call, rewritten to kernels."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from sdfastgn.plans.trace.traced import Traced
 
 
 class Saved:
-    """The file with the plan of one kind of call.
+    """Loads and saves the file that has the plan for one key.
 
-    ``key``: None if there is no file, because plans are not kept on disk, or because something in the model
-    has content that no text tells.
+    ``key``: the hash that names the file. None if there can be no file: plans are not kept on disk, or
+    something in the model has content that no text can describe.
     """
 
     def __init__(self, key: str | None) -> None:
@@ -28,13 +28,14 @@ class Saved:
 
     @classmethod
     def of(cls, module: nn.Module, call: Any, device: Any, guard: Guard) -> Saved:
-        """The file for the kind of call ``call`` of ``module`` in its present state."""
+        """Finds the file for a call of ``module`` in its present state. ``call`` describes the arguments."""
         return cls(None if files.folder() is None else key_of(module, call, device, guard))
 
     def load(self, module: nn.Module, tensors: Any, copy_of: Any = None) -> tuple[Plan, Outcome] | None:
-        """The plan of the file and what its call returns; None if there is no such file, or a damaged one.
+        """Loads the plan, and the structure of its call's result. None if there is no file, or a damaged one.
 
-        ``copy_of``: as in ``Plan``.
+        ``tensors``: all tensors among the call's arguments. ``copy_of``: as in ``Plan``, finds the copy of a
+        weight in E4M3.
         """
         text = None if self._key is None else files.load(self._key)
         if text is None:
@@ -44,12 +45,12 @@ class Saved:
             return Plan(traced, graph, copy_of), outcome
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # the text is no plan
+        except Exception:  # the text of the file does not describe a plan of this model
             files.remove(self._key)  # type: ignore[arg-type]
             return None
 
     def note(self, module: nn.Module, traced: Traced, graph: fx.Graph, outcome: Outcome) -> None:
-        """Keep the text of a new plan until ``save`` writes it."""
+        """Keep the text of a new plan in memory until ``save`` writes it to the file."""
         if self._key is not None:
             try:
                 self._text = content.text_of(module, traced, graph, outcome)
@@ -57,6 +58,6 @@ class Saved:
                 self._text = None
 
     def save(self) -> None:
-        """Write the plan that was noted. A plan that was loaded is in the file already."""
+        """Write to the file the plan that ``note`` was called with. Does nothing if there is none."""
         if self._key is not None and self._text is not None:
             files.save(self._key, self._text)

@@ -1,1 +1,4 @@
-"""Passes over a traced graph: one spelling for each op, then kernels instead of the ops of upstream."""
+"""Passes over the graph of a traced call. They replace PyTorch's ops by steps, which call kernels.
+
+The first pass gives each op one form. The later passes then need to look for one form only.
+"""

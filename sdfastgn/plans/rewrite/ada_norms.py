@@ -1,14 +1,17 @@
-"""Norms of tokens with a modulation, gated sums before them, and RMS norms: ``steps.ada_norm``.
+"""Replaces adaptive norms of tokens by one kernel, together with the residual sum before the norm.
 
-Tokens are (B, S, D). The rules look for this pattern, in which every part but one may be missing:
+The kernel is called by ``steps.ada_norm``. It also computes gated sums and RMS norms without a modulation.
+Tokens are (B, S, D). The rules look for this pattern, of which any part may be missing:
 
     total = x + gate * rms_norm(branch)
     y = norm(total) * gain * factor + offset
 
-If the branch is a product to which PyTorch would add the bias in a second pass, the step adds the bias.
+If the branch is a linear layer, and PyTorch would add the layer's bias in a second pass over the result, the
+kernel adds this bias.
 
-Gate, factor and offset are (B, S, D), or have one element along B or S. The step computes in fp32 and rounds
-each result once. So a cast in the pattern is dropped, unless it rounds to fewer bits than the result has.
+Factor and offset are the *modulation*. Gate, factor and offset are (B, S, D), or have one element along B or
+S. The kernel computes in fp32 and rounds each result once. So casts inside of the pattern are dropped, unless
+a cast rounds to fewer bits than the result has.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ _LAST_OPS = (
 
 
 class _Norm(NamedTuple):
-    """A norm of the rows of x: ``kind`` is "layer" or "rms"."""
+    """A LayerNorm or RMS norm of the last axis of x: ``kind`` is "layer" or "rms"."""
 
     x: Node
     kind: str
@@ -62,7 +65,7 @@ class _Norm(NamedTuple):
 
 
 class _Sum(NamedTuple):
-    """x + gate * norm(branch). Without a norm of the branch, ``norm`` is None."""
+    """The sum x + gate * norm(branch). If ``norm`` is None, the sum is x + gate * branch."""
 
     x: Node
     branch: Node
@@ -77,7 +80,10 @@ class _Modulated(NamedTuple):
 
 
 def ada_norms(graph: fx.Graph) -> fx.Graph:
-    """Goes from the last node to the first, so that the largest pattern is found first."""
+    """Replaces adaptive norms of tokens, and sums with a gate, by one kernel: ``steps.ada_norm``.
+
+    It goes from the last node of the graph to the first, so that the largest pattern is found first.
+    """
     r = Rewriter(graph)
     places = {n: i for i, n in enumerate(graph.nodes)}
     for n in from_the_last(r, *_LAST_OPS):
@@ -96,7 +102,11 @@ def _is_tokens(n: Node) -> bool:
 
 
 def _norm_of_tokens(r: Rewriter, n: Node, places: dict[Node, int]) -> bool:
-    """A norm, with its modulation and the sum before it -> one step. LayerNorms alone have other steps."""
+    """Replaces a norm, the factor and offset after it, and the sum before it, by ``steps.ada_norm``.
+
+    A LayerNorm without factor and offset stays, unless a sum with a gate or with a norm of the branch comes
+    before it. Returns True if ``n`` was replaced.
+    """
     found = _modulated(n)
     if found is None:
         return False
@@ -116,7 +126,10 @@ def _norm_of_tokens(r: Rewriter, n: Node, places: dict[Node, int]) -> bool:
 
 
 def _gated_sum(r: Rewriter, n: Node) -> bool:
-    """x + gate * branch, or x + rms_norm(branch), without a norm of the sum -> one step."""
+    """Replaces x + gate * branch or x + rms_norm(branch), if no norm follows, by ``steps.ada_norm``.
+
+    Returns True if ``n`` was replaced.
+    """
     total = _sum(n)
     if total is None or total.gate is total.norm is None:
         return False
@@ -125,7 +138,11 @@ def _gated_sum(r: Rewriter, n: Node) -> bool:
 
 
 def _step(r: Rewriter, total: _Sum | None, found: _Modulated | None) -> Node:
-    """The step for a sum, a norm, or both. The end of the pass sets its last argument: is the sum read?"""
+    """Makes a node that calls the kernel ``steps.ada_norm`` for a sum, a norm, or both.
+
+    The call's last argument says whether the sum must be written to memory. It is set at the end of the pass,
+    when it is known whether other nodes read the sum.
+    """
     x: Any = found.norm.x if total is None and found is not None else None
     branch = gate = branch_norm = norm = factor = offset = None
     has_tanh = adds_one = False
@@ -149,7 +166,10 @@ def _step(r: Rewriter, total: _Sum | None, found: _Modulated | None) -> Node:
 
 
 def _without_bias(r: Rewriter, n: Node) -> tuple[Node, Node | None]:
-    """(n without its bias, the bias) if n is a product, and PyTorch would add the bias in a second pass."""
+    """Separates the bias from n, if n is a linear layer whose bias PyTorch would add in a second pass.
+
+    Returns (the layer without bias, the bias). For other nodes it returns (n, None).
+    """
     if not adds_bias_apart(n) or not is_only(n):
         return n, None
     x, weight, bias = n.args
@@ -160,11 +180,14 @@ def _as_rows(r: Rewriter, t: Node | None) -> Node | None:
     return None if t is None else r.reshape(t, (1,) * (3 - rank(t)) + shape(t))
 
 
-# ---- what a node is
+# ---- finding the parts of the pattern
 
 
 def _modulated(n: Node) -> _Modulated | None:
-    """The norm, factor and offset if n is norm(x) * gain * factor + offset, and x has the dtype of n."""
+    """Returns norm, factor and offset if n is norm(x) * gain * factor + offset. Else None.
+
+    x must have the dtype of n. The gain becomes the weight of the norm.
+    """
     for a, offset in _operands(n, aten.add.Tensor, n):
         for b, factor in _operands(a, aten.mul.Tensor, n):
             for c, gain in _operands(b, aten.mul.Tensor, n):
@@ -178,13 +201,16 @@ def _modulated(n: Node) -> _Modulated | None:
 
 
 def _sum(n: Node) -> _Sum | None:
-    """The parts of n if n is x + gate * branch or x + branch, and x and branch have the dtype of n."""
+    """Returns the parts of n if n is x + gate * norm(branch), where gate and norm may be missing. Else None.
+
+    x and the branch must have the dtype of n.
+    """
     plain = None
     for x, added in _summands(n):
         for b, gate in _operands(added, aten.mul.Tensor, n):
             is_activated = any(has(uncast(t, n), *ACTIVATIONS) for t in (b, gate))
             if gate is not None and is_activated and shape(gate) == shape(n):
-                continue  # such products have separate steps
+                continue  # value * activation(gate) of equal shapes has a kernel of its own
             for c, gain in _operands(b, aten.mul.Tensor, n):
                 norm = _norm(c, n)
                 is_gain = gain is None or (rank(gain) == 1 and norm is not None and norm.weight is None)
@@ -208,7 +234,10 @@ def _summands(n: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _operands(n: Node, op: Any, root: Node) -> Iterator[tuple[Node, Node | None]]:
-    """Yields (n, None). If n calls ``op``, also (operand of the shape of ``root``, its modulation)."""
+    """Yields (n, None), and also (a, b) if n is ``op(a, b)`` and b modulates a.
+
+    This is the case if a has the shape of ``root``, and b broadcasts to it.
+    """
     n = uncast(n, root)
     yield n, None
     for a, b in operands(n) if has(n, op) else ():
@@ -217,7 +246,7 @@ def _operands(n: Node, op: Any, root: Node) -> Iterator[tuple[Node, Node | None]
 
 
 def _modulates(t: Node, root: Node) -> bool:
-    """True if ``t`` is a factor, gate or offset for the tokens ``root``."""
+    """True if ``t`` can be a factor, gate or offset for tokens ``root`` (B, S, D): it broadcasts to them."""
     whole = (1,) * (3 - rank(t)) + shape(t)
     is_aligned = len(whole) == 3 and whole[-1] == shape(root)[-1]
     return (
@@ -228,7 +257,7 @@ def _modulates(t: Node, root: Node) -> bool:
 
 
 def _norm(n: Node, root: Node) -> _Norm | None:
-    """The norm that computes n, if its input has the shape and dtype of ``root``. Else None."""
+    """Returns the norm whose result is n. None if its input has another shape or dtype than ``root``."""
     n = uncast(n, root)
     found = _norm_at(n)
     x = None if found is None else in_dtype(found.x, root)
@@ -241,19 +270,22 @@ def _norm_at(n: Node) -> _Norm | None:
         return _Norm(x, "layer", weight, bias, eps)
     if has(n, aten.rms_norm.default):
         x, axes, weight, eps = arguments(n)
-        # In 16 bits the default of eps differs between releases of PyTorch.
+        # Without an eps the norm stays: in 16 bits PyTorch's default for it differs between releases.
         return _Norm(x, "rms", weight, None, eps) if len(axes) == 1 and eps is not None else None
     found = mean_square_norm(n, rank(n) - 1)
     return None if found is None else _Norm(found[0], "rms", None, None, found[1])
 
 
 def in_dtype(n: Node, root: Node) -> Node | None:
-    """n, or the value from which n was cast without rounding, if it has the dtype of ``root``. Else None."""
+    """Returns n, or the value from which n was cast without rounding, whichever has the dtype of ``root``.
+
+    None if neither has it.
+    """
     return next((v for v in (widened(n), n) if dtype(v) == dtype(root)), None)
 
 
 def uncast(n: Any, root: Node) -> Any:
-    """n without its casts to dtypes that are at least as wide as ``root``'s."""
+    """Returns n before its last casts, as far as these go to dtypes at least as wide as that of ``root``."""
     while has(n, steps.cast) and dtype(n.args[0]).is_floating_point:
         if torch.promote_types(dtype(n), dtype(root)) != dtype(n):
             break
@@ -262,7 +294,10 @@ def uncast(n: Any, root: Node) -> Any:
 
 
 def _depends(sources: list[Node], on: Node, places: dict[Node, int]) -> bool:
-    """True if one of ``sources`` is computed from ``on``."""
+    """True if one of the nodes ``sources`` is computed from the node ``on``.
+
+    ``places``: for each node, its index in the graph.
+    """
     seen: set[Node] = set()
     todo = list(sources)
     while todo:

@@ -1,7 +1,8 @@
-"""Biases of convolutions as steps of their own, so that the step after a convolution can add them.
+"""Takes biases out of convolutions, so that a kernel that runs after the convolution anyway can add them.
 
-The rules of ``convolutions`` write ``bias_of``. The rules of ``sums`` give it to norms and residual sums.
-``biases`` is the pass after them: no ``bias_of`` is left.
+``bias_of`` is a node that adds a bias. It exists only while a graph is rewritten. The rules in
+``convolutions.py`` make such nodes. The rules in ``sums.py`` move the biases into norms and residual sums.
+The pass ``biases`` comes after these. It replaces each ``bias_of`` that is left by a sum.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
 
 aten = torch.ops.aten
-# Steps whose result is new memory, which nothing else knows.
+# Functions in ``steps`` that compute their result in newly allocated memory, so that a later one may
+# overwrite it.
 _NEW = (steps.conv, steps.conv_windows, steps.conv_last_slice)
 
 
 def bias_of(h: Tensor, bias: Tensor) -> Tensor:
-    """h + bias, where axis 1 of h has the channels. No plan runs it."""
+    """Adds a bias to h, which has the channels on axis 1. Later rules replace nodes that call it."""
     return h + bias.view(-1, *[1] * (h.dim() - 2))
 
 
@@ -41,7 +43,10 @@ def biases(graph: fx.Graph) -> fx.Graph:
 
 
 def _of_frames(r: Rewriter, n: Any) -> Node | None:
-    """A convolution of videos, plus a number for each channel of each frame -> a sum in place."""
+    """Replaces the sum of a convolution of videos and one number for each channel of each frame.
+
+    ``steps.add_bias_`` adds the numbers in place, and the convolution's bias with them.
+    """
     for h, t in operands(n):
         if (
             rank(h) != 5
@@ -65,7 +70,7 @@ def _of_frames(r: Rewriter, n: Any) -> Node | None:
 
 
 def _added(r: Rewriter, n: Any) -> Node:
-    """A bias that no other step has taken -> a sum with the convolution's result, in place if possible."""
+    """Replaces a bias that no norm or residual sum has taken by a sum, in place if possible."""
     h, bias = n.args
     if _is_its_own(h) and 0 not in shape(n):
         return r.item(r.new(steps.add_bias_, (h, bias, False)), 0, n)
@@ -74,7 +79,7 @@ def _added(r: Rewriter, n: Any) -> Node:
 
 
 def _is_its_own(h: Any) -> bool:
-    """True if one node reads h, and no other value lies in the memory of h."""
+    """True if only one node reads h, and no other value of the graph is in the same memory as h."""
     while has(h, steps.reshape, steps.permute) and is_only(h):
         h = h.args[0]
     return has(h, *_NEW) and is_only(h)

@@ -1,4 +1,4 @@
-"""Mixes: two images or videos, each times a number, are added."""
+"""A rule for mixes of two images or videos: each is multiplied by a number, and the products are added."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ aten = torch.ops.aten
 
 
 def blended(r: Rewriter, n: Any) -> Node | None:
-    """Two images or videos, each times one number for each of its frames, and added: one ``steps.blend``.
+    """Replaces kept * x + scale * y by one kernel, ``steps.blend``. x and y are images or videos.
 
-    If one of the two is itself a sum with the other one, this sum is part of the step.
+    ``kept`` and ``scale`` have one number for each frame, or for all. If y is itself x + h, the kernel reads
+    h instead, and computes (kept + scale) * x + scale * h. It also adds a bias of a convolution.
     """
     a, b = (_weighted(m) for m in n.args[:2]) if any(operands(n)) else (None, None)
     if a is None or b is None or a[0] is b[0] or not shape(a[0]) == shape(b[0]) == shape(n):
@@ -30,7 +31,7 @@ def blended(r: Rewriter, n: Any) -> Node | None:
         return None
     for x, y, factors in ((a[0], b[0], (kept, scale)), (b[0], a[0], (scale, kept))):
         h = _added_to(x, y)
-        if h is not None:  # kept * x + scale * (x + h)
+        if h is not None:  # the mix is kept * x + scale * (x + h)
             total = r.like(aten.add.Tensor, factors, kept)
             return _blend(r, n, h, x, total, factors[1])
     if has(a[0], bias_of):
@@ -39,21 +40,25 @@ def blended(r: Rewriter, n: Any) -> Node | None:
 
 
 def _weighted(m: Any) -> tuple[Node, Node] | None:
-    """(x, factor) if ``m`` is x times one number, or one for each frame, and nobody else reads ``m``."""
+    """Returns (x, factor) if ``m`` is x times a factor: one number, or one for each frame. Else None.
+
+    Only one node may read ``m``.
+    """
     if not has(m, aten.mul.Tensor) or not is_only(m) or rank(m) not in (4, 5):
         return None
     of_frames = (0, 2) if rank(m) == 5 else (0,)
     for x, factor in operands(m):
         sizes = (1,) * (rank(m) - rank(factor)) + shape(factor)
         is_small = all(size == 1 or axis in of_frames for axis, size in enumerate(sizes))
-        is_here = factor.meta["device"] == m.meta["device"]  # PyTorch takes single numbers of a CPU too
+        # PyTorch also multiplies by a single number on the CPU, but kernels cannot read it.
+        is_here = factor.meta["device"] == m.meta["device"]
         if is_small and is_here and dtype(factor).is_floating_point:
             return x, factor
     return None
 
 
 def _of_frames(r: Rewriter, x: Node, factor: Node) -> Node:
-    """``factor`` as one number for each sample of the images x, or for each frame of the videos x."""
+    """Returns ``factor`` as a 1-D tensor: a number for each image of x, or for each frame of videos x."""
     size = (shape(x)[0], 1, shape(x)[2] if rank(x) == 5 else 1, 1, 1)[: rank(x)]
     if shape(factor) != size:
         factor = r.new(steps.expand, (factor, size), size, dtype(factor))
@@ -61,7 +66,7 @@ def _of_frames(r: Rewriter, x: Node, factor: Node) -> Node:
 
 
 def _added_to(x: Node, y: Any) -> Node | None:
-    """h if y is x + h, and nobody else reads y."""
+    """Returns h if y is x + h, and only one node reads y. Else None."""
     sums = operands(y) if has(y, aten.add.Tensor) and is_only(y) else ()
     for other, h in sums:
         if other is x and h is not x and (shape(h), dtype(h)) == (shape(y), dtype(y)):
@@ -70,7 +75,10 @@ def _added_to(x: Node, y: Any) -> Node | None:
 
 
 def _blend(r: Rewriter, n: Node, h: Any, residual: Node, kept: Node, scale: Node) -> Node:
-    """The step for kept * residual + scale * h. The frames of videos become images, as in memory."""
+    """Makes a node that computes kept * residual + scale * h in one kernel, ``steps.blend``.
+
+    The frames of videos are passed as images. That is a view, because videos are channels-last in memory.
+    """
     h, bias = h.args if has(h, bias_of) and is_only(h) else (h, None)
     if rank(n) == 4:
         return r.item(r.new(steps.blend, (h, residual, bias, kept, scale, False)), 0, n)

@@ -1,4 +1,7 @@
-"""Rules for concatenations (``cat``) and pads: each replaces one by a simpler step."""
+"""Rules for concatenations (``cat``) and pads. Each replaces one of them by views or by a cheaper operation.
+
+A pad here is the operation that adds elements around a tensor.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ aten = torch.ops.aten
 
 
 def cat(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
-    """``aten.cat`` -> a step that computes the same without joining parts, or else ``steps.cat``."""
+    """Replaces ``aten.cat`` by something that need not join the parts, or otherwise by ``steps.cat``.
+
+    The first function of ``_RULES`` that fits decides what it is. Empty parts are dropped.
+    """
     parts = [p for p in parts if math.prod(shape(p))]
     if not parts or any(dtype(p) != dtype(n) for p in parts):
         return None
@@ -31,19 +37,20 @@ def cat(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
 
 
 def _all_of_one(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
-    """A cat of all parts of one tensor, in order -> that tensor."""
+    """Replaces a cat of all parts of one tensor, in their order, by that tensor."""
     return _joined([_uncopied(p) for p in parts], dim)
 
 
 def _moved_parts(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
-    """A tensor cut along one axis, and a cat of its parts along another axis -> views of the tensor."""
+    """Replaces a cat along one axis of all parts that were cut from a tensor along another axis by views."""
     cuts: list[Any] = [_unshaped(p) for p in parts]
     whole, count = _joined(cuts, cuts[0].args[1]) if has(cuts[0], steps.cut) else None, len(cuts)
     if whole is None or any(shape(p) != shape(parts[0]) for p in parts):
         return None
     axis, length = cuts[0].args[1], cuts[0].args[3]
     before = math.prod(shape(n)[:dim])
-    # The parts are joined before this axis of a cut. None if the reshape of the cuts has no such axis.
+    # In front of this axis of each part, the cat puts the index of the part. None if the parts were reshaped
+    # so that no such axis exists.
     at = next((i for i in range(rank(whole) + 1) if math.prod(shape(cuts[0])[:i]) == before), None)
     if at is None:
         return None
@@ -53,7 +60,10 @@ def _moved_parts(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node 
 
 
 def _repeated_frames(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
-    """Copies of a video's first frame, the video, copies of its last frame -> a replicating pad."""
+    """Replaces a cat of copies of a video's first frame, the video, and copies of its last frame by a pad.
+
+    The pad has the mode "replicate".
+    """
     if rank(n) != 5 or dim != 2:
         return None
     for i, x in enumerate(parts):
@@ -66,7 +76,7 @@ def _repeated_frames(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> N
 
 
 def _zeros_around(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
-    """Frames of zeros before or after others -> a pad."""
+    """Replaces a cat of frames of zeros before or after other frames by a pad with zeros."""
     if rank(n) != 5 or dim != 2 or not dtype(n).is_floating_point:
         return None
     inner = [i for i, p in enumerate(parts) if not _is_zero(p)]
@@ -82,7 +92,11 @@ def _zeros_around(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node
 
 
 def _padded_parts(r: Rewriter, n: Node, parts: Sequence[Any], dim: int) -> Node | None:
-    """Parts with the same pads along all axes but ``dim`` -> a cat without these pads, padded once."""
+    """Replaces a cat of tensors that were padded alike by a cat of the tensors without pads, padded once.
+
+    The pads must be equal along all axes but ``dim``. Along ``dim``, only the first part may have a pad
+    before it, and only the last part a pad after it.
+    """
     if not all(has(p, steps.pad) and is_only(p) and p.args[2:] == parts[0].args[2:] for p in parts):
         return None
     at = 2 * (rank(n) - 1 - dim)  # the index of the pad before the first element along ``dim``
@@ -101,7 +115,11 @@ def _padded_parts(r: Rewriter, n: Node, parts: Sequence[Any], dim: int) -> Node 
 
 
 def _first_frame_once(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
-    """A cat of the first frame upsampled in 2-D and the others in 3-D -> one upsampling: ``first_once``."""
+    """Replaces separate upsampling of a video's first frame and of its other frames by one upsampling.
+
+    Models repeat the first frame only along height and width, and the other frames also along time.
+    ``steps.upsample`` does both if its argument ``first_once`` is True.
+    """
     if rank(n) != 5 or dim != 2 or len(parts) != 2:
         return None
     first: Any = _unshaped(parts[0])
@@ -117,7 +135,7 @@ def _first_frame_once(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> 
 
 
 def _norms_of_samples(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
-    """GroupNorms of parts of a batch, with the same parameters -> one GroupNorm of the batch."""
+    """Replaces GroupNorms of all parts of a batch, with equal parameters, by one GroupNorm of the batch."""
     if dim or not all(has(p, steps.group_norm) and p.args[1:] == parts[0].args[1:] for p in parts):
         return None
     x = _joined([p.args[0] for p in parts], 0)
@@ -136,14 +154,20 @@ _RULES: tuple[Callable[[Rewriter, Node, Sequence[Node], int], Node | None], ...]
 
 
 def padded(r: Rewriter, n: Node, x: Any, pads: Sequence[int], mode: str, value: float) -> Node:
-    """A pad of x, with the shape and dtype of ``n``. If x is a pad with the same values, both become one."""
+    """Makes a node that pads x, with the shape and dtype of ``n``.
+
+    If x is itself a pad with the same mode and value, one pad does both.
+    """
     while has(x, steps.pad) and mode == x.args[2] != "reflect" and value == x.args[3]:
         x, pads = x.args[0], [a + b for a, b in zip(pads, x.args[1], strict=True)]
     return r.like(steps.pad, (x, tuple(pads), mode, value), n)
 
 
 def padded_part(r: Rewriter, n: Node, cut: Any) -> Node | None:
-    """``cut``, a part of a padded tensor -> a part of the unpadded tensor, with the pads inside ``cut``."""
+    """Replaces ``cut``, a part of a padded tensor, by a part of the unpadded tensor, which is then padded.
+
+    Returns None if the tensor is padded only along the axis of the cut.
+    """
     source, dim, start, length = cut.args
     if not has(source, steps.pad) or dim < 2:
         return None
@@ -151,7 +175,7 @@ def padded_part(r: Rewriter, n: Node, cut: Any) -> Node | None:
     at = 2 * (rank(n) - 1 - dim)
     if not any((*pads[:at], *pads[at + 2 :])):
         return None
-    first, last = start - pads[at], start - pads[at] + length  # in elements of x
+    first, last = start - pads[at], start - pads[at] + length  # the range of the cut, as indices of x
     begin, end = max(first, 0), min(last, shape(x)[dim])
     before, after = begin - first, last - end
     if begin >= end or (mode == "reflect" and (before or after)):
@@ -161,7 +185,10 @@ def padded_part(r: Rewriter, n: Node, cut: Any) -> Node | None:
 
 
 def unpadded(x: Any, sizes: Sequence[int]) -> Any:
-    """x without its pad, if the pad only adds elements after the first ``sizes`` along each spatial axis."""
+    """Returns the tensor before the pad x, if the first ``sizes`` elements of each axis have none of the pad.
+
+    ``sizes``: one for each spatial axis. Otherwise, or if x is no pad, it returns x.
+    """
     if not has(x, steps.pad) or any(x.args[1][::2]) or min(x.args[1]) < 0:
         return x
     source = x.args[0]
@@ -169,7 +196,7 @@ def unpadded(x: Any, sizes: Sequence[int]) -> Any:
 
 
 def _joined(parts: Sequence[Any], dim: int) -> Any:
-    """The tensor that was cut along ``dim`` into ``parts``, in this order. None if there is none."""
+    """Returns the tensor that was cut along ``dim`` into ``parts``. None if they are not all of it."""
     end = 0
     for p in parts:
         if not has(p, steps.cut) or p.args[0] is not parts[0].args[0] or p.args[1:3] != (dim, end):
@@ -192,7 +219,10 @@ def _unshaped(n: Any) -> Any:
 
 
 def _frame_of(part: Any, x: Any) -> int | None:
-    """The index of the frame of x that ``part`` holds, once or repeated. None for any other part."""
+    """Returns the index of the one frame of x of which ``part`` consists. None for other parts.
+
+    The frame may be repeated.
+    """
     while has(part, steps.expand, steps.copy):
         part = part.args[0]
     if part is x and shape(x)[2] == 1:

@@ -1,9 +1,13 @@
-"""Convolutions of cells, such as wavelets: their windows neither overlap nor leave gaps.
+"""Replaces convolutions whose windows neither overlap nor leave gaps, such as wavelets, by matrix products.
 
-A *cell* has as many positions as the kernel. Convolutions with one filter for each channel, whose results are
-side by side, compute several sums of each cell. Transposed ones that are added up compute cells of such sums.
-Each is a product of the elements of cells with one matrix, for any filters. Most entries of the matrix are
-zeros. So an element that is not finite makes its whole cell not finite.
+A *cell* is one such window: it has as many positions as the kernel. The rules know two patterns, both of
+convolutions with one filter for each channel. In the first, several convolutions of the same input are
+concatenated along the channels: they compute several weighted sums of each cell. In the second, the results
+of several transposed convolutions are added: they compute cells from such sums.
+
+Both are matrix products of the elements of cells with one matrix, whatever the filters are. Most entries of
+the matrix are zeros. If an element is inf or nan, its products with these zeros are nan. So the whole cell is
+then nan, which it would not be in a convolution.
 """
 
 from __future__ import annotations
@@ -32,25 +36,27 @@ from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
 
 aten = torch.ops.aten
-# Largest number of rows and of columns of a matrix. With a larger one, a GPU would take longer to compute the
-# product than to read and write its tensors.
+# Largest number of rows and of columns of such a matrix. With a larger matrix, a GPU would take longer to
+# compute the product than to read and write the tensors.
 MOST = 512
 
 
 def gathered(x: Tensor, filters: Tensor, scale: float) -> Tensor:
-    """Stands for a convolution whose windows do not overlap. Other rules replace it, and no plan runs it.
+    """A node for a convolution whose windows do not overlap. Later rules replace it, so it never runs.
 
-    Each window (cell) of channel c of x becomes one element of channel i C + c: the sum of the cell's
-    elements, each times its number in ``scale * filters[i, c]``. ``filters``: (r, C, *cell).
+    ``filters``: (r, C, *cell), where ``*cell`` is the size of the kernel. Each window (cell) of channel c of
+    x becomes one element of channel i * C + c, for each i below r: the sum of the cell's elements, each times
+    its number in ``scale * filters[i, c]``.
     """
     raise NotImplementedError
 
 
 def scattered(x: Tensor, filters: Tensor, scale: float) -> Tensor:
-    """Stands for a transposed convolution whose windows do not overlap. Other rules replace it.
+    """A node for a transposed convolution whose windows do not overlap. Later rules replace it.
 
-    Each element becomes a cell of channel c: the sum over i of the element in channel i C + c, times
-    ``scale * filters[i, c]``. ``filters``: (r, C, *cell).
+    ``filters``: (r, C, *cell), where ``*cell`` is the size of the kernel. x has r * C channels, and the
+    result has C. Each position of x becomes a cell of the result. Its channel c is the sum over i of the
+    element in channel i * C + c, times ``scale * filters[i, c]``.
     """
     raise NotImplementedError
 
@@ -68,7 +74,10 @@ def cells(graph: fx.Graph) -> fx.Graph:
 
 
 class Chain(NamedTuple):
-    """Filters (C, 1, *kernel) that convolve channels ``start`` to ``start + C`` of ``x``, in this order."""
+    """Convolutions one after another. The first reads channels ``start`` to ``start + C`` of ``x``.
+
+    ``filters`` has one weight (C, 1, *kernel) for each of them.
+    """
 
     x: Node
     start: int
@@ -76,7 +85,10 @@ class Chain(NamedTuple):
 
 
 def side_by_side(r: Rewriter, n: Any) -> Node | None:
-    """Convolutions of the cells of one value, and a cat of their channels -> ``gathered``."""
+    """Replaces convolutions without overlaps of one input, and the cat of their channels, by one node.
+
+    The node is ``gathered``.
+    """
     parts, dim = n.args
     if dim != 1 or not _is_usual(n):
         return None
@@ -96,7 +108,10 @@ def side_by_side(r: Rewriter, n: Any) -> Node | None:
 
 
 def added_up(r: Rewriter, n: Any) -> Node | None:
-    """Transposed convolutions of all channels of one value, and their sum -> ``scattered``."""
+    """Replaces transposed convolutions without overlaps, and the sum of their results, by one node.
+
+    Each of them must read other channels of the same value. The node is ``scattered``.
+    """
     chains = sorted(_terms(n) or (), key=lambda c: c.start) if _is_usual(n) else []
     starts = [c.start for c in chains]
     if not chains or starts != list(range(0, shape(chains[0].x)[1], shape(n)[1])):
@@ -108,7 +123,7 @@ def added_up(r: Rewriter, n: Any) -> Node | None:
 
 
 def _terms(n: Any) -> list[Chain] | None:
-    """The transposed convolutions whose sum is ``n``. None if ``n`` is no such sum."""
+    """Lists the transposed convolutions whose sum is ``n``. None if ``n`` is no such sum."""
     if has(n, aten.add.Tensor):
         a, b = next(operands(n), (None, None))
         if a is None or a is b or shape(a) != shape(b) or dtype(a) != dtype(b):
@@ -125,7 +140,7 @@ def _terms(n: Any) -> list[Chain] | None:
 
 
 def _is_of_cells(n: Any, *, transposed: bool) -> bool:
-    """True if ``n`` is a convolution of cells with one filter for each channel, without bias."""
+    """True if ``n`` is a convolution without bias, with one filter for each channel and without overlaps."""
     if not has(n, steps.conv):
         return False
     x, weight, bias, stride, padding, dilation, is_transposed, more, groups = n.args
@@ -142,7 +157,11 @@ def _is_usual(n: Any) -> bool:
 
 
 def _joined(r: Rewriter, chains: Sequence[Chain], *, first_is_inner: bool) -> Node | None:
-    """One filter for each chain and channel: (chains, C, *cell), in fp32. None if chains differ in sizes."""
+    """Computes one filter for each chain of convolutions and each channel: (chains, C, *cell), in fp32.
+
+    Returns None if the chains have kernels of different sizes, or if the matrix would be too large.
+    ``first_is_inner``: True if the kernels of the first convolution lie inside of those of the next.
+    """
     kernels = [[shape(w)[2:] for w in c.filters] for c in chains]
     C = shape(chains[0].filters[0])[0] if chains[0].filters else 0
     is_alike = C and len(chains) > 1 and all(k == kernels[0] for k in kernels)
@@ -166,7 +185,7 @@ def _joined(r: Rewriter, chains: Sequence[Chain], *, first_is_inner: bool) -> No
 
 
 def _nested(r: Rewriter, outer: Node, inner: Node) -> Node:
-    """Joins filters: the cells of ``outer`` consist of the cells of ``inner`` (``steps.nested_filters``)."""
+    """Joins the filters of two convolutions: each position of ``outer`` becomes a cell of ``inner``."""
     channels = shape(outer)[0] * shape(outer)[1]
     b, C, *small = shape(inner)
     outer = r.reshape(outer, (channels // (b * C), b * C, *shape(outer)[2:]))
@@ -178,7 +197,7 @@ def _nested(r: Rewriter, outer: Node, inner: Node) -> Node:
 
 
 def scaled(r: Rewriter, n: Any) -> Node | None:
-    """``gathered`` or ``scattered``, times or divided by a number -> the same with another ``scale``."""
+    """Lets a convolution without overlaps include a multiplication or division by a number after it."""
     of, factor = n.args[0], number(n)
     if not has(of, gathered, scattered) or not is_only(of) or not factor or dtype(of) != dtype(n):
         return None
@@ -188,14 +207,14 @@ def scaled(r: Rewriter, n: Any) -> Node | None:
 
 
 def without_unread_pad(r: Rewriter, n: Any) -> Node | None:
-    """``gathered`` of a padded x, where no whole cell contains the pad -> ``gathered`` without the pad."""
+    """Removes a pad before a convolution without overlaps, if no whole window contains a padded element."""
     padded, filters, scale = n.args
     x = unpadded(padded, [m * k for m, k in zip(shape(n)[2:], shape(filters)[2:], strict=True)])
     return None if x is padded else r.like(gathered, (x, filters, scale), n)
 
 
 def cells_of_cells(r: Rewriter, n: Any) -> Node | None:
-    """``gathered`` of ``gathered``, or ``scattered`` of ``scattered`` -> one of them, with larger cells."""
+    """Joins two convolutions without overlaps, or two transposed ones, that follow each other."""
     before, filters, scale = n.args
     if not has(before, n.target) or not is_only(before):
         return None
@@ -208,7 +227,7 @@ def cells_of_cells(r: Rewriter, n: Any) -> Node | None:
 
 
 def as_product(r: Rewriter, n: Any) -> Node:
-    """``gathered`` or ``scattered`` -> a linear layer, and views."""
+    """Replaces a convolution without overlaps by a matrix product between views."""
     x, filters, scale = n.args
     count, C, *cell = shape(filters)
     d, P = len(cell), math.prod(cell)

@@ -1,7 +1,8 @@
-"""Convolutions of images and videos: padding, matrix products, upsampling, biases.
+"""Rules for convolutions of images and videos: about padding, upsampling and biases beside a convolution.
 
-``_RULES`` has the rules (``rules.py``) about one convolution. Rules about what a convolution of frames reads
-are in ``frames.py``.
+A rule is a function that replaces one node of a graph by a faster one. ``_RULES`` lists those that are asked
+about each convolution. ``frames.py`` has the rules about pads, caches and norms before a convolution of a
+video.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from sdfastgn.plans.rewrite.nodes import TO_FRAMES, Rewriter, dtype, has, has_ke
 from sdfastgn.plans.rewrite.rules import Rule, apply
 from sdfastgn.plans.run import steps
 
-# cuDNN computes a convolution with bias and ReLU if the channels of a pixel are a multiple of 16 bytes.
+# cuDNN computes a convolution together with bias and ReLU only if the channels of a pixel take a multiple of
+# 16 bytes. In fp16 and bf16 these are 8 channels.
 _CUDNN_CHANNELS = 8
-# A sum with a bias -> the indices of its arguments ``bias`` and ``emits``. ``activation`` follows ``emits``.
+# For each function in ``steps`` that adds a bias: the indices of its arguments ``bias`` and ``emits``. The
+# argument ``activation`` comes directly after ``emits``.
 _SUMS = {steps.add: (2, 4), steps.add_bias_: (1, 2)}
 
-# Dtypes in which a convolution of single pixels is as exact as a product. In fp32 PyTorch lets convolutions
-# use TF32, but not products.
+# In these dtypes a convolution with a 1x1 kernel may become a matrix product. In fp32 PyTorch lets
+# convolutions use TF32 by default, but not matrix products, so results would differ.
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -47,12 +50,15 @@ def convolutions(graph: fx.Graph) -> fx.Graph:
 
 
 def relus(graph: fx.Graph) -> fx.Graph:
-    """Bias, residual and ReLU go into the convolution before them. This pass comes after ``statistics``."""
+    """Replaces a convolution, and the bias, residual and ReLU after it, by one call of cuDNN.
+
+    This pass runs after the pass ``statistics``: a sum that must also give statistics to a norm stays.
+    """
     return apply(graph, with_relu, operator.getitem)
 
 
 def _where_usual(rule: Rule) -> Rule:
-    """``rule`` for convolutions in a dtype of our kernels. Transposed ones stay as upstream wrote them."""
+    """Restricts ``rule`` to convolutions in a dtype of our kernels that are not transposed."""
 
     def usual(r: Rewriter, n: Any) -> Node | None:
         _, _, _, stride, padding, dilation, transposed, *_ = n.args
@@ -64,7 +70,10 @@ def _where_usual(rule: Rule) -> Rule:
 
 
 def own_padding(r: Rewriter, n: Any) -> Node | None:
-    """Zeros around the input, as many on both sides of an axis -> the padding of the convolution."""
+    """Replaces a pad with zeros before a convolution by the convolution's own argument ``padding``.
+
+    This is possible for axes with equal pads on both sides. Other pads stay.
+    """
     x, weight, bias, stride, padding, *others = n.args
     if not has(x, steps.pad) or x.args[2:] != ("constant", 0.0):
         return None
@@ -83,14 +92,14 @@ def own_padding(r: Rewriter, n: Any) -> Node | None:
 
 
 def as_product(r: Rewriter, n: Any) -> Node | None:
-    """A convolution whose kernel is one pixel, in 16 bits -> a matrix product of the channels."""
+    """Replaces a 16-bit convolution with a 1x1 kernel by a matrix product over the channels."""
     x, weight, bias, stride, padding, _, _, _, groups = n.args
     is_pixel = set(shape(weight)[2:]) == {1} and set(stride) == {1} and not any(padding) and groups == 1
     return r.like(steps.pointwise_conv, (x, weight, bias), n) if is_pixel and dtype(n) in HALVES else None
 
 
 def frames_repeated_after(r: Rewriter, n: Any) -> Node | None:
-    """A convolution of single frames that were repeated along time -> it runs before the repetition."""
+    """Moves a 2-D convolution of repeated frames before the repetition. It then computes each frame once."""
     images = n.args[0]
     video: Any = images.args[0] if has(images, steps.reshape) and is_only(images) else None
     large: Any = video.args[0] if has(video, steps.permute) and is_only(video) else None
@@ -110,7 +119,10 @@ def frames_repeated_after(r: Rewriter, n: Any) -> Node | None:
 
 
 def in_phases(r: Rewriter, n: Any) -> Node | None:
-    """A 3x3 convolution of an image upsampled by two -> ``upsample_conv``, where this is faster."""
+    """Replaces a 3x3 convolution of an image upsampled by two by ``upsample_conv``, where that is faster.
+
+    It computes each of the four output phases from the small image, with a convolution kernel of 2x2.
+    """
     x, weight, bias, stride, padding, dilation, _, _, groups = n.args
     if not has(x, steps.upsample) or not is_only(x) or tuple(x.args[1]) != (2, 2):
         return None
@@ -125,7 +137,7 @@ def in_phases(r: Rewriter, n: Any) -> Node | None:
 
 
 def bias_apart(r: Rewriter, n: Any) -> Node | None:
-    """A convolution with a bias -> a convolution, then the bias, which the next step may add."""
+    """Separates the bias from a convolution, so that a later norm or sum can add it."""
     x, weight, bias, *others = n.args
     if bias is None:
         return None
@@ -133,7 +145,7 @@ def bias_apart(r: Rewriter, n: Any) -> Node | None:
 
 
 def pad_of_cat(r: Rewriter, n: Any) -> Node | None:
-    """Zeros around a cat that nobody else reads -> one ``steps.padded_cat``."""
+    """Replaces a constant pad of a cat by ``steps.padded_cat``, if no other node reads the cat."""
     x, pads, mode, value = n.args
     if mode != "constant" or min(pads) < 0 or not has(x, steps.cat) or not is_only(x):
         return None
@@ -141,7 +153,7 @@ def pad_of_cat(r: Rewriter, n: Any) -> Node | None:
 
 
 def with_relu(r: Rewriter, n: Any) -> Node | None:
-    """relu(convolution + bias) or relu(convolution + bias + residual) of images -> ``conv_relu``."""
+    """Replaces relu(convolution + bias), with or without a residual in the sum, by one cuDNN call."""
     total, i = n.args
     if i != 0 or not has(total, *_SUMS) or rank(n) != 4 or dtype(n) not in HALVES:
         return None
@@ -159,7 +171,10 @@ def with_relu(r: Rewriter, n: Any) -> Node | None:
 
 
 def _takes_relu(h: Any, has_residual: bool) -> bool:
-    """True if cuDNN computes the convolution ``h`` with ReLU: with a residual only if it keeps the size."""
+    """True if cuDNN can compute the convolution ``h`` together with ReLU, and a residual if there is one.
+
+    With a residual it can only if the convolution is 3x3 and keeps the size of the image.
+    """
     if not has(h, steps.conv) or not is_only(h) or rank(h) != 4:
         return False
     _, weight, _, stride, padding, dilation, transposed, *_ = h.args
@@ -169,7 +184,8 @@ def _takes_relu(h: Any, has_residual: bool) -> bool:
     return not transposed and has_channels and (keeps_size or not has_residual)
 
 
-# In this order: a rule sees what those before it have left.
+# The rules run one after another over the whole graph. Each one sees the graph as those before it have left
+# it.
 _RULES: tuple[Rule, ...] = (
     frames_repeated_after,
     own_padding,

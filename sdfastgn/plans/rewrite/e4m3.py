@@ -1,14 +1,17 @@
-"""Linear layers of many rows become products in E4M3, an 8-bit float dtype, with a scale for each row.
+"""Replaces linear layers of many rows by matrix products in E4M3, an 8-bit float dtype.
 
-A step before the product writes the product's input in E4M3. Several products of one input share this step.
-An adaptive norm writes E4M3 itself. Otherwise the step also computes an activation, and it reads both parts
-of a concatenation, or both factors of a gated activation. So no other step writes these to memory.
+Each row of the input, and each row of the weight, has its own scale. A kernel before the product quantizes
+the input. Several products of the same input share this kernel. If the input comes from an adaptive norm, the
+norm's kernel quantizes it. Otherwise the quantizing kernel also computes an activation, a concatenation of
+two tensors or a gated activation before the product. So the result of that need not be written to memory in
+16 bits.
 
-Only large layers in the model's blocks are computed in E4M3 (``in_blocks`` of ``patches/fp8/rows.py``). Small
-ones would hardly be faster. The sensitive ones are outside of blocks: embeddings of patches, prompt and
-timestep, and the last layer. Modulations in blocks have few rows. In the other layers the error is that of
-rounding to E4M3, because each call computes the scale of each row. So no value is cut off, and an outlier
-costs no precision in other rows.
+Only large layers in the model's transformer blocks are computed in E4M3 (``in_blocks`` of
+``patches/fp8/rows.py``). Small layers would hardly be faster. The layers that are sensitive to rounding are
+outside of blocks: embeddings of patches, prompt and timestep, and the last layer. Layers that compute
+modulations in blocks have few rows. In all other layers the error is that of rounding to E4M3, because the
+scale of each row is computed in each call. No value is clipped, and an outlier costs no precision in other
+rows.
 """
 
 from __future__ import annotations
@@ -40,18 +43,19 @@ from sdfastgn.plans.run import steps
 
 aten = torch.ops.aten
 
-# Fewest rows of an input, and fewest columns of input and output. A product of 512 rows is limited by the
-# weight, which is half as large in E4M3. With fewer rows or columns the step that writes the input takes as
-# long as the product saves.
+# A linear layer is computed in E4M3 only if its input has at least this number of rows, and input and output
+# have at least this number of columns. With 512 rows, reading the weight takes most of the time, and in E4M3
+# it is half as large. With fewer rows or columns, quantizing the input takes as long as the product saves.
 FEWEST_ROWS = FEWEST_COLUMNS = 512
-# Products in E4M3 need sizes that are multiples of this number.
+# Matrix products in E4M3 need numbers of rows and columns of the weight that are multiples of this number.
 _SIZES = 16
-# The dtype of the models. PyTorch's products with a scale for each row have results in it.
+# Only layers in this dtype are replaced. PyTorch's E4M3 products with a scale for each row give results in
+# it.
 DTYPE = torch.bfloat16
 
 
 def e4m3(graph: fx.Graph, weights: Collection[Node]) -> fx.Graph:
-    """linear(x, weight, bias) of many rows -> ``linear_e4m3`` of quantized rows and weights.
+    """Replaces large linear layers by ``steps.linear_e4m3``, and quantizes their inputs and weights.
 
     ``weights``: the parameters that may be quantized.
     """
@@ -70,7 +74,7 @@ def e4m3(graph: fx.Graph, weights: Collection[Node]) -> fx.Graph:
 
 
 def _fits(n: Node, weights: set[Node]) -> bool:
-    """True if ``n`` is the product of many rows with a large weight in ``weights``, all in ``DTYPE``."""
+    """True if ``n`` is a linear layer in bf16 of many rows, with a large weight that is in ``weights``."""
     if not has(n, steps.linear):
         return False
     x, weight, bias = n.args
@@ -82,7 +86,11 @@ def _fits(n: Node, weights: set[Node]) -> bool:
 
 
 def _rows(x: Node, products: list[Node]) -> tuple[Any, ...]:
-    """The arguments of ``quantize_rows`` for x. If possible they make it compute x too, from other values."""
+    """Returns arguments for ``quantize_rows`` whose result is x, quantized.
+
+    If x is an activation, a cat of two tensors or a gated activation, and only ``products`` read it, the
+    arguments are those from which x is computed. Then ``quantize_rows`` computes x too.
+    """
     if not all(reader in products for reader in x.users):
         return (x,)
     if has(x, steps.cat) and x.args[1] == rank(x) - 1 and len(x.args[0]) == 2:
@@ -97,7 +105,10 @@ def _rows(x: Node, products: list[Node]) -> tuple[Any, ...]:
 
 
 def _of_norm(r: Rewriter, x: Node, products: list[Node], written: dict[Any, list[Node]]) -> list[Node] | None:
-    """x in E4M3 and its scales, if x is the norm of an ``ada_norm`` and only ``products`` read it."""
+    """Returns x in E4M3 and its scales if x is an adaptive norm, which then computes them itself. Else None.
+
+    Only the nodes ``products`` may read x.
+    """
     if x in written:
         return written[x]
     norm: Any = x.args[0] if has(x, operator.getitem) and x.args[1] == 1 else None
@@ -113,13 +124,19 @@ def _of_norm(r: Rewriter, x: Node, products: list[Node], written: dict[Any, list
 
 
 def _before_activation(x: Any, has_no_other_reader: bool) -> tuple[Node, str]:
-    """(input of the activation, its name) if nobody else reads its result x; else (x, "identity")."""
+    """Returns (input, name) of the activation whose result is x. (x, "identity") if there is none.
+
+    ``has_no_other_reader``: False if other nodes read x, so that the activation must stay.
+    """
     name = activation(x) if has_no_other_reader else None
     return (x, "identity") if name is None else (x.args[0], name)
 
 
 def _written(r: Rewriter, step: Any, args: Any, written: dict[Any, list[Node]], to: Any) -> list[Node]:
-    """The results of ``step(*args)``: a tensor of the shape ``to`` in E4M3, and the scales of its rows."""
+    """Returns the results of the call ``step(*args)``, which is made only once for equal arguments.
+
+    They are a tensor of the shape ``to`` in E4M3, and the scales of its rows.
+    """
     key = step, args
     if key not in written:
         written[key] = _items(r, r.new(step, args), 0, to)

@@ -1,4 +1,7 @@
-"""Memory at last: which steps may write in place, and which results need memory of their own."""
+"""The last pass: it decides which nodes write in place, and which results must be copied.
+
+In all earlier passes a node stands for a value, wherever the value lies in memory.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,16 @@ _IN_PLACE = {
     aten.slice_scatter.default: steps.write_slice_,
     aten.select_scatter.default: steps.write_select_,
 }
-# What computes a new tensor that nobody else has.
+# Ops of aten, and functions in ``steps``, whose result lies in newly allocated memory, so that it may be
+# overwritten.
 _NEW = (*_IN_PLACE, *_IN_PLACE.values(), *UNFILLED, steps.copy, aten.full.default)
 
 
 def finish(graph: fx.Graph) -> fx.Graph:
-    """Lets writes write in place, and copies results that would share memory with other tensors."""
+    """Makes writes into parts of tensors in-place where possible, and copies results that share memory.
+
+    A result of the call must not share memory with arguments, weights, constants or other results.
+    """
     r = Rewriter(graph)
     for n in graph.nodes:
         if n.target in _IN_PLACE:
@@ -32,7 +39,7 @@ def finish(graph: fx.Graph) -> fx.Graph:
     out = next(n for n in reversed(graph.nodes) if n.op == "output")
     writes = [n for n in graph.nodes if n.target is aten.copy_.default]
     for n in writes:
-        out.prepend(n)  # after all that reads arguments
+        out.prepend(n)  # writes into arguments come last, when all other nodes have read the arguments
     r.at = writes[0] if writes else out  # results are copied before arguments are written
     _copy_results(r, out)
     _copy_sources(r, writes)
@@ -40,9 +47,14 @@ def finish(graph: fx.Graph) -> fx.Graph:
 
 
 def _write_in_place(r: Rewriter, n: Node) -> None:
-    """A write into a part of a new tensor that nobody else reads overwrites the tensor."""
+    """Makes ``n``, a copy of a tensor with one part overwritten, an in-place write, where that is safe.
+
+    It is safe if the tensor is in newly allocated memory and no other node reads it.
+    """
     x: Any = n.args[0]
-    if has(x, aten.full.default) and not is_only(x):  # each write gets its own filled tensor
+    # Several writes may begin with the same tensor, filled with one number. Each write gets such a tensor of
+    # its own, which it can overwrite.
+    if has(x, aten.full.default) and not is_only(x):
         r.at = n
         x = r.like(x.target, x.args, x, **x.kwargs)
         n.update_arg(0, x)
@@ -51,7 +63,7 @@ def _write_in_place(r: Rewriter, n: Node) -> None:
 
 
 def _copy_results(r: Rewriter, out: Node) -> None:
-    """A result is copied if it is an argument, a parameter or a constant, or lies in another result."""
+    """Copies each result that is an argument, parameter or constant, or in the memory of another result."""
     seen: set[Node] = set()
     results: list[Any] = []
     for y in out.args[0]:
@@ -65,7 +77,10 @@ def _copy_results(r: Rewriter, out: Node) -> None:
 
 
 def _copy_sources(r: Rewriter, writes: Iterable[Node]) -> None:
-    """A value that is written into an argument is copied first if it lies in an argument that is written."""
+    """Copies values that are written into arguments, if they lie in arguments that are written too.
+
+    Otherwise one write could change the value of another one before that runs.
+    """
     written = {n.args[0] for n in writes}
     for n in writes:
         source: Any = n.args[1]

@@ -1,7 +1,9 @@
-"""What a convolution of frames reads: pads, a cache, upsampling and a norm, in one ``steps.frames``.
+"""Rules for what comes before a convolution of a video: pads, upsampling and a norm become one kernel.
 
-Upstream decodes a video in chunks. It keeps the last frames of a chunk (*kept frames*), and puts them before
-the next chunk, as its *cache*. The kept frames are the second result of ``steps.frames``.
+The kernel is called by ``steps.frames``. Video decoders of diffusers compute a video in chunks. They keep the
+last frames of each chunk, and concatenate them with the next chunk. In this file the frames that are kept for
+the next chunk are the *kept frames*, and the frames from the last chunk are the *cache*. ``steps.frames``
+reads the cache, and returns the kept frames as its second result.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from sdfastgn.kernels.convolution.windows import windows_pay
 from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, has_kernels, is_only, rank, shape, user
 from sdfastgn.plans.run import steps
 
-# (mode of the pad along time, mode along height and width) -> mode of ``steps.frames``.
+# For (mode of the pad along time, mode along height and width): the name of the mode in which
+# ``steps.frames`` pads.
 _MODES = {
     ("constant", "constant"): "zeros",
     ("replicate", "replicate"): "replicate",
@@ -25,7 +28,14 @@ _ONCE = (1, 1, 1)
 
 
 class Kept(NamedTuple):
-    """Kept frames: the last ``length`` frames. ``reader`` cuts them out, or reads all of ``whole``."""
+    """Frames that the model keeps for the next chunk: the last ``length`` frames of a value.
+
+    Attributes:
+        reader: the node that cuts them out of the value; or, if ``whole`` is a node, one that reads
+            ``whole``.
+        length: their number.
+        whole: a value of which all frames are kept. None if only a part of a value is.
+    """
 
     reader: Node
     length: int
@@ -33,15 +43,20 @@ class Kept(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The input of a convolution in the terms of ``steps.frames``.
+    """The input of a convolution as arguments of ``steps.frames``: frames, and what is done with them.
 
     Attributes:
-        x: the frames themselves.
+        x: the frames before pads, upsampling and concatenation with the cache.
         reader: the node that reads x on the way to the convolution.
-        cache, front, back, border, times: as for ``steps.frames``.
-        of_time, of_image: the modes of the pads along time, and along height and width. None: no pads.
-        kept: the kept frames that other nodes read.
-        norm: a norm that comes after the pads of x. None if there is none: then x itself may be a norm.
+        cache: frames that the model has kept from the last chunk, or None.
+        front: number of frames that a pad or the cache puts before x.
+        back: number of frames that a pad puts after x.
+        border: number of rows that a pad adds above and below, and of columns left and right.
+        of_time: the mode of the pad along time; None if there is no such pad.
+        of_image: the mode of the pad along height and width; None if there is no such pad.
+        times: how often each element is repeated along time, height and width.
+        kept: the frames that other nodes keep for the next chunk.
+        norm: a norm between the pads and the convolution. None if there is none: then x itself may be a norm.
     """
 
     x: Any
@@ -58,7 +73,7 @@ class Source(NamedTuple):
 
     @property
     def mode(self) -> str | None:
-        """The mode of ``steps.frames``, or None if it has none for these pads."""
+        """The name of the mode in which ``steps.frames`` makes these pads. None if it cannot make them."""
         for (time, image), name in _MODES.items():
             if self.of_time in (None, time) and self.of_image in (None, image):
                 return name
@@ -80,7 +95,7 @@ class Source(NamedTuple):
 
 
 def in_one(r: Rewriter, n: Any) -> Node | None:
-    """A cat of convolutions of successive parts of a video -> one convolution."""
+    """Replaces convolutions of successive parts of a video, joined along time, by one convolution of all."""
     parts, axis = n.args
     if rank(n) != 5 or axis != 2 or not all(has(p, steps.conv) and is_only(p) for p in parts):
         return None
@@ -99,11 +114,14 @@ def in_one(r: Rewriter, n: Any) -> Node | None:
 
 
 def last_slice(r: Rewriter, n: Any) -> Node | None:
-    """A convolution of frames of zeros and one frame -> one with only the last time slice of its weight."""
+    """Replaces a causal 3-D convolution of a single frame by a 2-D convolution: ``steps.conv_last_slice``.
+
+    All frames before this one are zeros from a pad. So only the last slice of the weight along time counts.
+    """
     x, weight, bias, stride, padding, dilation, _, _, groups = n.args
     if rank(n) != 5 or bias is not None or padding[0]:
         return None
-    if has(weight, steps.cut) and shape(x)[2] == 1:  # the model's code left out the zeros
+    if has(weight, steps.cut) and shape(x)[2] == 1:  # the model's code itself uses only the last slice
         whole, axis, start, length = weight.args
         if axis != 2 or length != 1 or start != shape(whole)[2] - 1:
             return None
@@ -119,7 +137,12 @@ def last_slice(r: Rewriter, n: Any) -> Node | None:
 
 
 def in_frames(r: Rewriter, n: Any) -> Node | None:
-    """Pads, a cache or upsampling before a convolution, and a norm before these -> one ``steps.frames``."""
+    """Replaces pads, a cache or upsampling before a convolution of a video by one kernel, ``steps.frames``.
+
+    The cache has the last frames of the chunk before. The kernel also computes a norm before these. If that
+    is faster, it puts the frames of each window of the convolution side by side as channels, so that a 2-D
+    convolution can follow: ``steps.conv_windows``.
+    """
     _, weight, bias, stride, padding, dilation, _, _, groups = n.args
     source = source_of(n) if rank(n) == 5 and bias is None else None
     if source is None or not source.is_changed:
@@ -133,7 +156,7 @@ def in_frames(r: Rewriter, n: Any) -> Node | None:
 
 
 def upsampled_in_frames(r: Rewriter, n: Any) -> Node | None:
-    """Upsampling of a video that no convolution of frames reads, and a norm before it -> ``steps.frames``."""
+    """Replaces upsampling of a video, and a norm before it, by one kernel: ``steps.frames``."""
     if rank(n) != 5 or not has_kernels(n):
         return None
     source = _upsampling(Source(n, n))
@@ -141,7 +164,11 @@ def upsampled_in_frames(r: Rewriter, n: Any) -> Node | None:
 
 
 def padded_for_all(r: Rewriter, n: Any) -> Node | None:
-    """Frames that are read with and without pads along time -> padded frames, and a cut without the pads."""
+    """Computes frames that are read both with and without a pad along time only once: with the pad.
+
+    ``n`` is a ``steps.frames`` that only pads the result of another one. The readers of the unpadded frames
+    get a view of the padded ones.
+    """
     x, *how = n.args
     inner: Any = x.args[0] if has(x, operator.getitem) else None
     if not has(inner, steps.frames) or not _only_pads(how) or shape(x)[0] != 1:
@@ -159,14 +186,17 @@ def padded_for_all(r: Rewriter, n: Any) -> Node | None:
 
 
 def _only_pads(how: list[Any]) -> bool:
-    """True if the arguments of ``steps.frames`` after the first are pads along time, and nothing else."""
+    """True if ``how``, arguments of ``steps.frames`` after the first, ask only for pads along time."""
     cache, _, _, border, _, keep, shift, norm, times, window = how
     is_plain = cache is shift is norm is None and not keep and window == 1
     return is_plain and not any(border) and tuple(times) == _ONCE
 
 
 def _frames(r: Rewriter, source: Source, window: int = 1) -> Node:
-    """The first result of ``steps.frames`` for ``source``. Nodes that read kept frames get the second one."""
+    """Makes a node that calls the kernel ``steps.frames`` for ``source``. Returns the frames.
+
+    Nodes that keep frames for the next chunk read the kernel's second result from now on.
+    """
     before, shift, norm, kept = _norm_of(source) or (source.x, None, None, source.kept)
     keep = max((k.length for k in kept), default=0)
     where = source.front, source.back, source.border, source.mode, keep, shift, norm, source.times, window
@@ -180,7 +210,10 @@ def _frames(r: Rewriter, source: Source, window: int = 1) -> Node:
 
 
 def image_in_frames(r: Rewriter, n: Any) -> Node | None:
-    """A replicating or reflecting pad of an image, and a norm before it -> ``steps.frames`` of one frame."""
+    """Replaces a pad of an image before a convolution, and a norm before the pad, by one kernel.
+
+    The pad must replicate or reflect. The image is passed to ``steps.frames`` as a video of one frame.
+    """
     x, bias = n.args[0], n.args[2]
     if rank(n) != 4 or bias is not None or not has(x, steps.pad) or not is_only(x) or x.args[2] == "constant":
         return None
@@ -201,9 +234,10 @@ def image_in_frames(r: Rewriter, n: Any) -> Node | None:
 
 
 def source_of(n: Any) -> Source:
-    """The input of the convolution ``n``, without its pads and without the cat or upsampling before them.
+    """Finds out how the input of the convolution ``n`` is padded, joined with a cache, or upsampled.
 
-    A pad, cat or upsampling stays if other nodes read more of its result than kept frames.
+    A pad, cat or upsampling stays a part of the input if other nodes read its result, except for nodes that
+    keep its last frames for the next chunk.
     """
     source = Source(n.args[0], n)
     while (inner := _without_pad(source)) is not None:
@@ -225,7 +259,7 @@ def _without_pad(source: Source) -> Source | None:
             return None
         source = source._replace(front=front, back=back, of_time=mode)
     if top or left:
-        if source.of_image is not None or kept:  # the kept frames of the step have no borders
+        if source.of_image is not None or kept:  # ``steps.frames`` returns kept frames without borders
             return None
         source = source._replace(border=(top, left), of_image=mode)
     if kept is None or source.mode is None:
@@ -234,7 +268,11 @@ def _without_pad(source: Source) -> Source | None:
 
 
 def _without_pad_of_norm(source: Source) -> Source | None:
-    """``source`` without the pad before a GroupNorm, whose mean and variance include repeated frames."""
+    """Takes a pad before a GroupNorm into account in ``source``, the description of a convolution's input.
+
+    Returns the new description, or None if there is no such pad. The norm's mean and variance include the
+    frames that the pad repeats. ``steps.frames`` takes care of that.
+    """
     norm = source.x
     x = norm.args[0] if has(norm, steps.group_norm) and norm.args[6:] == (None, None, False) else None
     if not has(x, steps.pad) or not is_only(x) or not is_only(norm) or source.is_changed:
@@ -253,9 +291,14 @@ def _without_upsampling(source: Source) -> Source | None:
 
 
 def _upsampling(source: Source) -> Source | None:
-    """``source`` without the upsampling that makes its x. None if one step cannot compute all."""
+    """Takes the upsampling that makes x into account in ``source``, the description of a convolution's input.
+
+    Returns the new description, or None if one kernel cannot do the upsampling together with the rest.
+    """
     x, times, first_once = source.x.args
-    if times[0] > 1 and not first_once:  # the step repeats the first frame as a pad only
+    # In ``steps.frames``, upsampling along time never repeats the first frame. If the model repeats it too,
+    # the repetitions become a replicating pad in front.
+    if times[0] > 1 and not first_once:
         if source.cache is not None:
             return None
         source = source._replace(front=source.front + times[0] - 1, of_time=source.of_time or "replicate")
@@ -278,22 +321,26 @@ def _without_cache(source: Source) -> Source | None:
 
 
 def _kept_of(source: Source) -> tuple[Kept, ...] | None:
-    """The kept frames, with those that other readers of x need. None if a reader needs anything else."""
+    """Lists the frames that nodes keep for the next chunk, with those that other readers of x keep.
+
+    None if another node reads x for anything else.
+    """
     found = [_kept_by(u, source) for u in source.x.users if u is not source.reader]
     kept = tuple(k for k in found if k is not None)
     if len(kept) < len(found) or (kept and (source.back or source.times != _ONCE)):
         return None
-    # The step reads the cache and makes the kept frames. So no kept frames may lead to the cache.
+    # One kernel reads the cache and returns the kept frames. So the cache must not be computed from kept
+    # frames.
     if source.cache is not None and not all(source.cache < k.reader for k in kept):
         return None
     return source.kept + kept
 
 
 def _kept_by(u: Any, source: Source) -> Kept | None:
-    """The kept frames that ``u`` takes from x. None if it takes anything else.
+    """Returns which frames of x the node ``u`` keeps for the next chunk. None if it uses x for anything else.
 
-    These are the last frames of x, or of the cache and x. They are all of x if ``u`` puts x before another
-    chunk, or if ``u`` is the output of the graph.
+    These are the last frames of x, or of the cache and x together. They are all frames of x if ``u``
+    concatenates x with another chunk after it, or if ``u`` is the output of the graph.
     """
     x, cache = source.x, source.cache
     if u.op == "output" and source.is_changed:
@@ -312,14 +359,16 @@ def _kept_by(u: Any, source: Source) -> Kept | None:
 
 
 def _read_kept(r: Rewriter, kept: tuple[Kept, ...], frames: Node) -> None:
-    """Lets the readers of kept frames read ``frames``, the second result of the step."""
+    """Lets nodes that keep frames for the next chunk read ``frames``, a result of ``steps.frames``."""
     most = shape(frames)[2]
     for reader, length, whole in kept:
         part = r.cut(frames, 2, most - length, length)
         if whole is not None:
             reader.replace_input_with(whole, part)
             continue
-        if length == most:  # already a copy without the other frames
+        # Models copy kept frames, so that the other frames can be freed. The second result has no other
+        # frames.
+        if length == most:
             for u in list(reader.users):
                 if has(u, steps.copy):
                     u.replace_all_uses_with(part)
@@ -330,7 +379,10 @@ def _read_kept(r: Rewriter, kept: tuple[Kept, ...], frames: Node) -> None:
 
 
 def _norm_of(source: Source) -> tuple[Node, Any, steps.Group | steps.Channel, tuple[Kept, ...]] | None:
-    """(x of the norm, its shift, the norm, all kept frames), if the frames are the result of a norm."""
+    """Returns (input of the norm, its shift, the norm, all kept frames) if the frames come from a norm.
+
+    Else None. The shift is a tensor that is added before the norm.
+    """
     if source.norm is not None:
         _, groups, weight, bias, eps, activation, shift, *_ = source.norm.args
         group = steps.Group(groups, weight, bias, eps, activation, pads_first=True)

@@ -1,10 +1,12 @@
-"""Queries, keys and values of attention over two kinds of tokens, such as text and image.
+"""Rules for queries, keys and values of attention: norms, rotary embeddings and concatenations of tokens.
 
-Models compute for heads (B, S, H, D): the norm of each row, its rotation, and a concatenation with the
-heads of other tokens. The concatenation may come before the rotation. Values are only concatenated. Some
-models have all tokens in one tensor, and write rotated tokens over a part of it.
+Transformers with text and image tokens in one attention compute queries and keys as heads (B, S, H, D). They
+normalize each row, apply the rotary embedding (the *rotation*), and concatenate the heads of both kinds of
+tokens. The concatenation may come before the rotation. Values are only concatenated. Some models have all
+tokens in one tensor, and write rotated tokens over a part of it.
 
-``steps.rotate`` takes the norm, and ``steps.join_heads`` writes each part into its place.
+``steps.rotate`` computes the norm and the rotation in one kernel. ``steps.join_heads`` does this for several
+groups of tokens, and writes each group into its place in the concatenated tensor.
 """
 
 from __future__ import annotations
@@ -27,12 +29,15 @@ from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.schemas import arguments
 
 aten = torch.ops.aten
-# Exchanges tokens and heads.
+# The permutation that exchanges tokens and heads: (B, S, H, D) becomes (B, H, S, D), and the reverse.
 _SWAP = (0, 2, 1, 3)
 
 
 class _Part(NamedTuple):
-    """The arguments of ``steps.rotate``. With the defaults the result is x."""
+    """A group of tokens, as the arguments of ``steps.rotate``: heads x, their norm and their rotation.
+
+    With the defaults there is neither a norm nor a rotation.
+    """
 
     x: Node
     cos: Node | None = None
@@ -48,12 +53,16 @@ class _Part(NamedTuple):
         return self.weight is not None or self.layer
 
     def after(self, norm: _Part) -> _Part:
-        """This rotation, of the result of ``norm``."""
+        """Returns this rotation, with the norm of ``norm`` before it."""
         return self._replace(weight=norm.weight, eps=norm.eps, bias=norm.bias, layer=norm.layer)
 
 
 def heads(graph: fx.Graph) -> fx.Graph:
-    """Goes forward, so that a rule finds what it has made of the nodes before."""
+    """Replaces norms, rotary embeddings and concatenations of attention heads by fewer kernels.
+
+    The pass goes from the first node to the last, because rules for later nodes look for the kernels that
+    have replaced earlier nodes.
+    """
     return apply(graph, _one_step, *_RULES, steps.layer_norm, *LAST_OPS)
 
 
@@ -62,13 +71,20 @@ def _one_step(r: Rewriter, n: Node) -> Node | None:
 
 
 def _normalized(r: Rewriter, n: Node) -> Node | None:
-    """A norm that attention reads -> a step that takes the rows from a larger product without a copy."""
+    """Replaces a norm that attention reads by ``steps.rotate``, the kernel for norms and rotary embeddings.
+
+    The kernel reads rows with any strides. So it needs no copy if queries, keys and values are parts of one
+    matrix product.
+    """
     found = _norm(r, n) if rank(n) == 4 and _is_read_by_attention(n, steps.permute) else None
     return None if found is None else _tokens_first(r, n, found)
 
 
 def _rotated(r: Rewriter, n: Node) -> Node | None:
-    """A norm and the rotary embedding after it -> one step, or one for each part of joined heads."""
+    """Joins a rotary embedding with the norm before it in one ``steps.rotate``.
+
+    If the embedding follows a concatenation of heads, it is applied to each part instead.
+    """
     own = _Part(*n.args)
     found = _part(r, own.x)
     found = own if found.cos is not None else own._replace(x=found.x).after(found)
@@ -76,10 +92,10 @@ def _rotated(r: Rewriter, n: Node) -> Node | None:
 
 
 def _tokens_first(r: Rewriter, n: Node, found: _Part) -> Node:
-    """A node that computes ``found``, the norm and rotation whose result is n.
+    """Makes a node for ``found``: the norm and rotary embedding whose result is n.
 
-    If x is a view (B, H, S, D) of a tensor (B, S, H, D), it is computed in the order of the tensor. Then the
-    heads of a token lie side by side, also in the result of attention.
+    If x is a view (B, H, S, D) of a tensor (B, S, H, D), the node computes the tensor, and the view comes
+    after it. Then the heads of a token lie side by side in memory, also in the result of attention.
     """
     is_swapped = has(found.x, steps.permute) and found.x.args[1] == _SWAP
     if is_swapped:
@@ -96,7 +112,7 @@ def _tokens_first(r: Rewriter, n: Node, found: _Part) -> Node:
 
 
 def _each_rotated(r: Rewriter, parts: list[_Part], found: _Part) -> list[_Part]:
-    """The parts, each rotated as in ``found``, with its rows of the tables."""
+    """Adds the rotation ``found`` of concatenated heads to each part, which gets its rows of cos and sin."""
     rotated, start = [], 0
     for p in parts:
         where = 1, start, shape(p.x)[1]
@@ -107,7 +123,11 @@ def _each_rotated(r: Rewriter, parts: list[_Part], found: _Part) -> list[_Part]:
 
 
 def _joined(r: Rewriter, n: Node) -> Node | None:
-    """A cat of heads along the tokens -> ``join_heads``, if a part is computed, or attention reads it."""
+    """Replaces a cat of heads along the tokens by one kernel, ``steps.join_heads``.
+
+    The kernel also computes norms and rotary embeddings of the parts. The cat is replaced only if a part has
+    one of these, or if attention reads the cat.
+    """
     parts, dim = n.args
     found = _parts(r, n, parts, dim)
     if found is None:
@@ -118,9 +138,10 @@ def _joined(r: Rewriter, n: Node) -> Node | None:
 
 
 def _overwritten(r: Rewriter, n: Node) -> Node | None:
-    """Rotated tokens overwrite some tokens of heads x -> ``join_heads`` of them and of the rest of x.
+    """Replaces a write of tokens with a rotary embedding over a part of heads x by one kernel.
 
-    Nothing is joined if x is new memory: the tokens are then written into it in place.
+    ``steps.join_heads`` joins the rotated tokens with the rest of x. Nothing is replaced if x is newly
+    allocated memory: then the rotated tokens can be written into it in place.
     """
     x, part, dim, start, _, step = arguments(n)
     if has(x, *UNFILLED, aten.full.default, aten.slice_scatter.default) or step != 1 or start < 0:
@@ -134,7 +155,10 @@ def _overwritten(r: Rewriter, n: Node) -> Node | None:
 
 
 def _parts(r: Rewriter, n: Node, parts: Iterable[Node], dim: int) -> list[_Part] | None:
-    """A ``_Part`` for each of ``parts``, as (B, S, H, D). None if ``n`` does not join heads along tokens."""
+    """Returns a ``_Part`` for each of ``parts``, which ``n`` joins. None if ``n`` does not join heads.
+
+    Each part is (B, S, H, D), and ``n`` must join them along the tokens.
+    """
     if rank(n) != 4 or dim not in (1, 2) or 0 in shape(n) or not has_kernels(n) or not fits(shape(n)[-1]):
         return None
     return [_part(r, r.permute(p, _SWAP) if dim == 2 else p) for p in parts]
@@ -145,21 +169,28 @@ def _is_computed(p: _Part) -> bool:
 
 
 def _join(r: Rewriter, parts: list[_Part], n: Node, is_swapped: bool) -> Node:
-    """The parts (B, S, H, D) side by side, as the value ``n``, which may be (B, H, S, D)."""
+    """Makes a call of ``steps.join_heads`` for these parts (B, S, H, D), in place of ``n``.
+
+    ``is_swapped``: True if ``n`` is (B, H, S, D). The result is then permuted.
+    """
     B, S, H, D = (shape(n)[i] for i in _SWAP) if is_swapped else shape(n)
     y = r.new(steps.join_heads, (tuple(map(tuple, parts)),), (B, S, H, D), dtype(n))
     return r.permute(y, _SWAP) if is_swapped else y
 
 
 def _is_read_by_attention(n: Node, *through: Any) -> bool:
-    """True if attention reads ``n``, or what steps of the kinds ``through`` make of it."""
+    """True if attention reads ``n``, directly or after calls of the functions ``through``."""
     return any(
         has(u, steps.attention) or (has(u, *through) and _is_read_by_attention(u, *through)) for u in n.users
     )
 
 
 def _part(r: Rewriter, n: Node) -> _Part:
-    """What ``steps.rotate`` has to compute for the value ``n``: a view of a rotation or norm, or n itself."""
+    """Returns ``n`` as arguments of ``steps.rotate``.
+
+    If ``n`` is a view of a rotation or norm, these compute that rotation or norm of the same view of its
+    input.
+    """
     source, views = _rows(n)
     if has(source, steps.rotate) and not any(has(v, steps.reshape) for v in views):
         found = _Part(*source.args)
@@ -170,7 +201,7 @@ def _part(r: Rewriter, n: Node) -> _Part:
 
 
 def _norm(r: Rewriter, n: Node) -> _Part | None:
-    """The norm of rows whose result is n. None if n is no such norm."""
+    """Returns the norm over the last axis whose result is n. None if n is no such norm."""
     D = shape(n)[-1] if rank(n) else 0
     if not has_kernels(n) or 0 in shape(n) or not fits(D):
         return None
@@ -189,7 +220,7 @@ def _norm(r: Rewriter, n: Node) -> _Part | None:
 
 
 def _rows(n: Any) -> tuple[Any, list[Node]]:
-    """The value whose rows along the last axis are the rows of n, and the views from it to n, in order."""
+    """Returns a value, and the views that make n from it, in order. They keep rows along the last axis."""
     views: list[Node] = []
     while has(n, steps.permute, steps.cut, steps.reshape):
         below, last = n.args[0], rank(n) - 1
@@ -208,7 +239,10 @@ def _rows(n: Any) -> tuple[Any, list[Node]]:
 
 
 def _same_views(r: Rewriter, views: list[Node], x: Node, is_table: bool = False) -> Node:
-    """x after the same ``views`` as another value. A table may have one element along an axis."""
+    """Applies to x the same views as to another value.
+
+    ``is_table``: True if x is a table of cos or sin. It may have one element along an axis, which then stays.
+    """
     for v in views:
         if has(v, steps.permute):
             x = r.permute(x, v.args[1])
@@ -223,5 +257,5 @@ def _cut_table(r: Rewriter, t: Node | None, dim: int, start: int, length: int) -
     return t if t is None or shape(t)[dim] == 1 else r.cut(t, dim, start, length)
 
 
-# Op -> the rule for it.
+# For each function that nodes call, the rule that replaces such nodes. ``_normalized`` is for all others.
 _RULES = {steps.rotate: _rotated, steps.cat: _joined, aten.slice_scatter.default: _overwritten}

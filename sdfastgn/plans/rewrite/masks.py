@@ -1,7 +1,9 @@
-"""Masks of attention that are computed from arguments of the call alone, such as the mask of a padded text.
+"""Finds attention masks that are computed from the call's arguments alone, such as the mask of a padded text.
 
-A trace does not know which keys a mask hides. ``keys_seen`` finds it out for real arguments. Then
-``unmasked`` makes a graph whose attention needs no mask: it reads all keys, or the first ones.
+Tensors in a trace have no values, so the trace does not know which keys a mask hides. ``computed`` computes
+the masks for real arguments, and ``keys_seen`` counts the keys that each mask shows. If a mask hides no key,
+or all keys after the first ones, ``unmasked`` makes a copy of the graph whose attention reads no mask. It
+reads all keys, or only the first ones.
 """
 
 from __future__ import annotations
@@ -17,24 +19,26 @@ from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.traffic import memory
 from sdfastgn.plans.trace.refusals import is_random
 
-# Which keys queries see: all of them, or the first ones.
+# Two values that say which keys a mask shows: all of them, or only the first ones.
 ALL, FIRST = "all", "first"
-# A key is hidden if its bias is lower than that of a seen key by this much. Its weight is then exp(-9000)
-# times as large, which is 0 in any dtype. Models write -10000, which is -9984 in bf16.
+# A mask may be a bias that is added to the attention scores. A key counts as hidden if its bias is lower than
+# that of a visible key by at least this number. Its attention weight is then smaller by the factor
+# exp(-9000), which is 0 in any dtype. Models use a bias of -10000, which is -9984 in bf16.
 _HIDES = 9000.0
-# The same bias for all keys changes no weight. A larger one would round the scores to which it is added.
+# The largest bias of visible keys for which a mask is left out. An equal bias for all visible keys changes no
+# attention weight. But adding a larger bias would round the scores, so the result would differ.
 _MOST_BIAS = 16.0
-# Bytes (1 GB). What a larger mask hides is not asked.
+# Bytes (1 GB). If a mask, or a value from which it is computed, is larger, the mask stays.
 _MOST_MEMORY = 1 << 30
 
 
 def masks_of(
     graph: fx.Graph, inputs: Collection[Node], constants: Collection[Node]
 ) -> dict[Node, list[Node]]:
-    """Each mask that attention reads -> the nodes that it is computed from, and itself, in order.
+    """Finds the attention masks that depend on ``inputs``, and besides these only on ``constants``.
 
-    ``inputs``, ``constants``: placeholders of ``graph``. Masks that depend on other ones, or on no input, are
-    left out.
+    Returns a dict. For each such mask it has the nodes from which the mask is computed, and the mask itself,
+    in the order of the graph. ``inputs`` and ``constants`` are placeholders of ``graph``.
     """
     readers: dict[Node, list[Node]] = {}
     for n in graph.nodes:
@@ -53,7 +57,7 @@ def masks_of(
 
 
 def samples_of(mask: Node) -> int:
-    """The number of samples for which ``mask`` has masks; 1 if they share one."""
+    """The number of samples for which ``mask`` has a mask of their own; 1 if all samples share one."""
     return shape(mask)[0] if rank(mask) == 4 else 1
 
 
@@ -88,11 +92,13 @@ def computed(
 
 
 def keys_seen(mask: Tensor) -> Tensor:
-    """For each sample the number of keys that its queries see, if each sees just the first ones. Else -1.
+    """Counts the keys that the queries of each sample see. Returns an integer tensor (N,).
 
-    ``mask`` (N, H, S, K), or of fewer axes for all samples: bool, True for a key that is seen; or a bias that
-    is added to the scores. The number is -1 if a query sees no key, because then the result depends on the
-    attention kernel.
+    The number is -1 if the mask is needed: if queries see different keys, if a hidden key comes before a
+    visible one, or if a query sees no key, because then the result depends on the attention kernel.
+
+    ``mask``: (N, H, S, K), or fewer axes if all samples share it. It is either bool, with True for a key that
+    is seen, or a bias that is added to the scores.
     """
     rows = mask.reshape(len(mask) if mask.dim() == 4 else 1, -1, mask.shape[-1])
     first = rows[..., :1]
@@ -108,13 +114,13 @@ def keys_seen(mask: Tensor) -> Tensor:
 
 
 def unmasked(graph: fx.Graph, masks: Mapping[Node, Sequence[Node]], seen: Sequence[str | None]) -> fx.Graph:
-    """A copy of ``graph`` whose attention reads fewer masks.
+    """Makes a copy of ``graph`` whose attention reads fewer masks.
 
     Args:
-        graph: of a plan.
-        masks: some of its masks, as ``masks_of`` gives them.
-        seen: for each mask ALL, FIRST, or None to keep it. For each FIRST the copy has one more placeholder,
-            after the others: the number of keys of each sample, on the CPU.
+        graph: the rewritten graph of a call.
+        masks: the result of ``masks_of`` for this graph.
+        seen: for each mask ALL, FIRST, or None to keep the mask. For each FIRST the copy has one more
+            placeholder, after the others: an int64 tensor on the CPU with the number of keys of each sample.
     """
     copied = fx.Graph()
     copies: dict[Node, Node] = {}

@@ -1,4 +1,8 @@
-"""Norms with a factor and an offset for each position, both upsampled from a small tensor (spatial norms)."""
+"""Rules for spatial norms: GroupNorms with a factor and an offset for each position, as in MoVQ's decoder.
+
+Factor and offset are upsampled from small tensors. ``steps.modulated_norm`` reads the small tensors and
+upsamples them in the kernel of the norm.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,12 @@ aten = torch.ops.aten
 
 
 class Upsampled(NamedTuple):
-    """The arguments of ``steps.upsample``.
+    """A value that is made by upsampling: the small tensor, and how its elements are repeated.
 
     Attributes:
         small: the tensor that is upsampled.
-        times: for each spatial axis how often an element is repeated.
-        first_once: True if frame 0 is not repeated along time.
+        times: for each spatial axis, how often an element is repeated.
+        first_once: True if frame 0 of a video is not repeated along time.
     """
 
     small: Node
@@ -37,7 +41,10 @@ def modulations(graph: fx.Graph) -> fx.Graph:
 
 
 def spatial_norm(r: Rewriter, n: Any) -> Node | None:
-    """group_norm(x) * factor + offset -> ``modulated_norm``, which upsamples factor and offset itself."""
+    """Replaces group_norm(x) * factor + offset by ``steps.modulated_norm``.
+
+    Factor and offset must be upsampled from small tensors. The kernel upsamples them itself.
+    """
     for product, offset in operands(n):
         for norm, factor in operands(product) if has(product, aten.mul.Tensor) and is_only(product) else ():
             is_plain = has(norm, steps.group_norm) and norm.args[5:] == ("identity", None, None, False)
@@ -49,7 +56,7 @@ def spatial_norm(r: Rewriter, n: Any) -> Node | None:
 
 
 def activated_norm(r: Rewriter, n: Any) -> Node | None:
-    """An activation after a spatial norm -> the norm computes it."""
+    """Lets a spatial norm also compute the activation after it."""
     x = n.args[0]
     norm = x.args[0] if has(x, steps.reshape) and is_only(x) else x
     if not has(norm, steps.modulated_norm) or not is_only(norm) or norm.args[5] != "identity":
@@ -70,7 +77,8 @@ def _modulated(
     N, C, *small = shape(a)
     frames, small_frames = ((1,), (1,)) if rank(n) == 4 else ((), ())
     video, modulation = (N, C, *frames, *shape(n)[2:]), (N, 2 * C, *small_frames, *small)
-    # The step computes ``times`` and ``first_once`` from the shapes. They must be those of the traced code.
+    # ``steps.modulated_norm`` derives from the shapes how often it repeats elements, and whether it repeats
+    # the first frame. This must give what the model's code does.
     found = modulation_times(video, modulation)
     times = (*frames, *factor.times)
     if found is None or found[0] != times or (times[0] > 1 and found[1] != factor.first_once):
@@ -82,7 +90,10 @@ def _modulated(
 
 
 def upsampled(r: Rewriter, n: Any) -> Upsampled | None:
-    """The small tensor from which ``n`` comes, and how it is upsampled."""
+    """Finds the small tensor from which ``n`` is upsampled. None if ``n`` is not upsampled.
+
+    A 1x1 convolution after the upsampling is moved before it.
+    """
     if has(n, steps.upsample):
         return Upsampled(n.args[0], tuple(n.args[1]), n.args[2])
     if has(n, steps.conv):
@@ -91,7 +102,7 @@ def upsampled(r: Rewriter, n: Any) -> Upsampled | None:
 
 
 def _convolved(r: Rewriter, n: Any) -> Upsampled | None:
-    """A 1x1 convolution after upsampling -> upsampling after the convolution."""
+    """Moves a 1x1 convolution that follows upsampling before the upsampling."""
     x, weight, _, stride, padding, _, transposed, *_ = n.args
     if set(shape(weight)[2:]) != {1} or set(stride) != {1} or any(padding) or transposed:
         return None
@@ -103,7 +114,7 @@ def _convolved(r: Rewriter, n: Any) -> Upsampled | None:
 
 
 def _in_parts(r: Rewriter, n: Any) -> Upsampled | None:
-    """A cat of the first frame and the others, upsampled one by one -> one upsampling: ``first_once``."""
+    """Joins separate upsampling of the first frame and of the other frames to one with ``first_once``."""
     first, rest = (upsampled(r, part) for part in n.args[0])
     if first is None or rest is None or (rest.first_once and rest.times[0] > 1):
         return None

@@ -1,7 +1,8 @@
-"""Elements that move between channels and positions: sums and means read them where they are.
+"""Removes copies before sums, means and biases of elements that move between channels and positions.
 
-Pixel shuffles and patches are views, and then a reshape that copies. A sum or a mean that reads the views
-instead needs no copy, and writes its result channels-last.
+Pixel shuffles, and the code that cuts an image into patches, are views followed by a reshape that must copy.
+A sum or mean can read the views before that reshape instead. It then needs no copy, and it writes its result
+channels-last.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Sizes = tuple[int, ...]
 
 
 class Moved(NamedTuple):
-    """A value as a ``view`` that copies nothing. The value is ``view``, with some neighboring axes joined.
+    """A value that a reshape makes from ``view`` by joining neighboring axes. ``view`` needs no copy.
 
     ``axes``: for each axis of the value, the sizes of the axes of ``view`` that are joined in it.
     """
@@ -47,7 +48,7 @@ def moves(graph: fx.Graph) -> fx.Graph:
 
 
 def mean_of_views(r: Rewriter, n: Any) -> Node | None:
-    """A mean over axes that a reshape has copied -> the mean over a view before it, written channels-last."""
+    """Lets a mean read the view before a reshape that copies. The result is written channels-last."""
     x, axes, _, to = arguments(n)
     if not axes or to is not None or 0 in shape(x):
         return None
@@ -63,10 +64,10 @@ def mean_of_views(r: Rewriter, n: Any) -> Node | None:
     innermost = min(
         _flat(places[a] for a in kept),
         key=lambda p: (memory.shape[p] == 1, memory.stride(p)),
-        default=None,  # the result has one element
+        default=None,  # if the result has one element, there is no innermost axis
     )
     if innermost not in places[kept[1]]:
-        return None  # the channels do not come last in memory
+        return None  # in memory, the channels are not the innermost axis
     view = r.permute(source.view, _flat(places[a] for a in order))
     sizes = _flat(source.axes[a] for a in order[: len(kept)])
     over = list(range(len(sizes), rank(view)))
@@ -76,7 +77,10 @@ def mean_of_views(r: Rewriter, n: Any) -> Node | None:
 
 
 def sum_of_views(r: Rewriter, n: Any) -> Node | None:
-    """A sum whose operands a reshape has copied -> ``steps.add_views``, which reads the views before it."""
+    """Replaces a sum of operands that a reshape has copied by ``steps.add_views``.
+
+    This function reads the views before the reshape, so the reshape need not copy.
+    """
     a, b = next(operands(n), (None, None))
     if a is None or b is None or rank(n) not in (4, 5) or 0 in shape(n):
         return None
@@ -85,7 +89,7 @@ def sum_of_views(r: Rewriter, n: Any) -> Node | None:
 
 
 def bias_before_views(r: Rewriter, n: Any) -> None:
-    """A bias, then views, then a reshape that copies -> the copy adds the bias."""
+    """Lets the copy of a reshape add a bias that comes before it, with only views between the two."""
     views: list[Node] = []
     end: Any = n
     while is_only(end) and has(user(end), steps.reshape, steps.permute):
@@ -105,7 +109,10 @@ def bias_before_views(r: Rewriter, n: Any) -> None:
 
 
 def _sum(r: Rewriter, a: Any, b: Any) -> Node | None:
-    """The step for a + b, of equal shapes. None if their views cannot be split into the same axes."""
+    """Makes a node that computes a + b by ``steps.add_views``. a and b have equal shapes.
+
+    Returns None if the views of a and b cannot be split into the same axes.
+    """
     first, second = moved(r, a), moved(r, b)
     if first is None or second is None:
         if has(a, steps.cut) and has(b, steps.cut) and a.args[1:] == b.args[1:]:
@@ -123,7 +130,10 @@ def _sum(r: Rewriter, a: Any, b: Any) -> Node | None:
 
 
 def moved(r: Rewriter, n: Any) -> Moved | None:
-    """``n`` as a view of a value that a step computes. None if a reshape in between joins other axes."""
+    """Finds the computed value of which ``n`` is a view or a reshaped copy.
+
+    None if a reshape between the two does not just split or join axes of a view.
+    """
     if has(n, *VIEWS) and (source := moved(r, n.args[0])) is not None:
         if has(n, steps.reshape):
             return _reshaped(r, source, shape(n))
@@ -162,7 +172,10 @@ def _expanded(r: Rewriter, source: Moved, to: Sizes) -> Moved:
 
 
 def _part(r: Rewriter, source: Moved, dim: int, start: int, length: int) -> Moved | None:
-    """A part of axis ``dim``. None if cutting axes of the view cannot give this part."""
+    """Cuts ``length`` elements of axis ``dim`` from ``start`` on out of ``source``.
+
+    None if this part is not a part of the axes of the view that are joined in axis ``dim``.
+    """
     place, axes = len(_flat(source.axes[:dim])), list(source.axes[dim])
     view = source.view
     for i, size in enumerate(axes):
@@ -180,7 +193,10 @@ def _part(r: Rewriter, source: Moved, dim: int, start: int, length: int) -> Move
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> Sizes | None:
-    """The sizes of the axes into which axes of sizes a and axes of sizes b can both be split, or None."""
+    """Finds axes into which axes of the sizes a, and axes of the sizes b, can both be split. None if none.
+
+    For instance, (6, 4) and (2, 12) can both be split into (2, 3, 4).
+    """
     left, right = ([size for size in reversed(sizes) if size != 1] for sizes in (a, b))
     found = []
     while left and right:
@@ -196,7 +212,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> Sizes | None:
 
 
 def _places(axes: Sequence[Sizes]) -> list[Sizes]:
-    """For each axis of a value, the indices of the axes of its view that form it."""
+    """For each axis of a value, the indices of the axes of its view that are joined in it."""
     ends = list(itertools.accumulate(map(len, axes), initial=0))
     return [tuple(range(start, end)) for start, end in itertools.pairwise(ends)]
 
@@ -206,7 +222,7 @@ def _flat(groups: Iterable[Sizes]) -> Sizes:
 
 
 def is_copied(n: Any) -> bool:
-    """True if ``n``, or what it is a part of, is a reshape that copies, and nobody else reads it."""
+    """True if ``n``, or the value that it is cut from, is a reshape that copies, and has only one reader."""
     while has(n, steps.cut) and is_only(n):
         n = n.args[0]
     return is_only(n) and copies(n)

@@ -1,8 +1,8 @@
-"""What passes ask about nodes of a graph, and how they make new nodes.
+"""Functions with which the passes read nodes of an fx graph, and the class with which they make new nodes.
 
-A node stands for a value. Where the value lies in memory is not part of it. Therefore a copy of a value is
-the value itself, and all reshapes of a value are one reshape. ``node.meta`` has "shape", "dtype" and
-"device" if the value is a tensor, and is empty if it is a tuple of tensors.
+A node stands for the elements of a tensor, wherever they lie in memory. Therefore a copy of a tensor is the
+same value as the tensor, and several reshapes in a row are one reshape. ``node.meta`` has "shape", "dtype"
+and "device" if the value is a tensor. It is empty if the value is a tuple of tensors.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def user(n: Node) -> Node:
 
 
 def has_kernels(n: Node) -> bool:
-    """True if our kernels take tensors in the dtype of ``n``."""
+    """True if the kernels of this package take tensors in the dtype of ``n``."""
     return dtype(n) in KERNEL_DTYPES
 
 
 def is_exact(cast: Any) -> bool:
-    """True if the ``steps.cast`` changes no number: from a float to a float that has all of its values."""
+    """True if ``cast``, a call of ``steps.cast``, converts between floats and rounds no number."""
     before, after = dtype(cast.args[0]), dtype(cast)
     are_floats = before.is_floating_point and after.is_floating_point
     return are_floats and torch.promote_types(before, after) == after
@@ -78,7 +78,7 @@ def operands(n: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def cleaned(graph: fx.Graph) -> fx.Graph:
-    """``graph`` without nodes that nobody reads. Writes into arguments and random numbers stay."""
+    """Removes nodes that no other node reads. Writes into arguments, and random numbers, stay."""
     for n in reversed(graph.nodes):
         if is_unread(n):
             graph.erase_node(n)
@@ -86,7 +86,7 @@ def cleaned(graph: fx.Graph) -> fx.Graph:
 
 
 def is_unread(n: Node) -> bool:
-    """True if nobody reads ``n``, and it neither writes nor draws random numbers."""
+    """True if ``n`` can be removed: no node reads it, and it neither writes nor draws random numbers."""
     is_kept = n.users or n.target is aten.copy_.default or n.target in DRAWN
     return n.op in ("call_function", "get_attr") and not is_kept
 
@@ -99,12 +99,12 @@ def ordered(graph: fx.Graph) -> fx.Graph:
     done: set[Node] = set()
     last: Node | None = None
     for n in list(graph.nodes):
-        if last is n.prev and done.issuperset(n.all_input_nodes):  # the usual case, in less time
+        if last is n.prev and done.issuperset(n.all_input_nodes):  # the node already stands where it must
             done.add(n)
             last = n
             continue
         stack = [n]
-        waiting: list[Node] = []  # each one reads the next
+        waiting: list[Node] = []  # nodes that must come after others. Each one reads the next
         while stack:
             top = stack[-1]
             waits = [a for a in top.all_input_nodes if a not in done]
@@ -127,10 +127,13 @@ def ordered(graph: fx.Graph) -> fx.Graph:
 
 
 class Rewriter:
-    """Makes nodes in ``graph``, before the node ``at``.
+    """Makes nodes in ``graph``, in front of the node ``at``.
 
-    ``share``: equal nodes are made once. A pass may ask for this only if it goes forward through the graph.
-    ``has_changed``: True if nodes were made or replaced.
+    ``share``: True returns an earlier node instead of making an equal one. This is only right in a pass that
+    goes from the first node to the last: then the earlier node stands in front of all its readers.
+
+    Attributes:
+        has_changed: True if nodes were made or replaced.
     """
 
     def __init__(self, graph: fx.Graph, *, share: bool = False) -> None:
@@ -147,7 +150,7 @@ class Rewriter:
         dtype: torch.dtype | None = None,
         kwargs: dict[str, Any] | None = None,
     ) -> Node:
-        """A node whose value is a tensor of this shape and dtype; without a shape, a tuple of tensors."""
+        """Makes a call of ``target``. Its value has this shape and dtype; without a shape, it is a tuple."""
         key = None
         if self.seen is not None:
             key = (
@@ -170,14 +173,14 @@ class Rewriter:
         return n
 
     def like(self, target: Callable[..., Any], args: Sequence[Any], n: Node, **kwargs: Any) -> Node:
-        """A node whose value has the shape and dtype of ``n``."""
+        """Makes a call of ``target`` whose value has the shape, dtype and device of ``n``."""
         made = self.new(target, args, n.meta.get("shape"), n.meta.get("dtype"), kwargs or None)
         if n.meta:
             made.meta["device"] = n.meta["device"]
         return made
 
     def item(self, n: Node, i: int, like: Node) -> Node:
-        """Item ``i`` of the tuple ``n``: a tensor of the shape and dtype of ``like``."""
+        """Makes a node for item ``i`` of the tuple ``n``: a tensor of the shape and dtype of ``like``."""
         return self.like(operator.getitem, (n, i), like)
 
     def replace(self, old: Node, new: Node) -> None:
@@ -185,7 +188,7 @@ class Rewriter:
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
 
-    # ---- views, in their simplest form
+    # ---- views: several of one kind in a row become one, and those that change nothing are left out
 
     def reshape(self, x: Node, to: Sequence[int]) -> Node:
         to = tuple(to)
@@ -204,17 +207,17 @@ class Rewriter:
         return self.new(steps.permute, (x, dims), to, dtype(x))
 
     def images(self, video: Node) -> Node:
-        """The frames of a video (N, C, T, H, W), in order, as images (N * T, C, H, W)."""
+        """Makes a view of a video (N, C, T, H, W) as images (N * T, C, H, W): its frames in order."""
         N, C, T, *image = shape(video)
         return self.reshape(self.permute(video, TO_FRAMES), (N * T, C, *image))
 
     def video(self, images: Node, N: int) -> Node:
-        """``N`` videos whose frames are ``images``."""
+        """Makes a view of ``images`` as ``N`` videos (N, C, T, H, W), whose frames they are, in order."""
         count, *image = shape(images)
         return self.permute(self.reshape(images, (N, count // N, *image)), TO_FRAMES)
 
     def cut(self, x: Node, dim: int, start: int, length: int) -> Node:
-        """``length`` elements of axis ``dim`` from ``start`` on."""
+        """Makes a view of ``length`` elements of axis ``dim`` of x, beginning at ``start``."""
         if length == shape(x)[dim]:
             return x
         if has(x, steps.cut) and x.args[1] == dim:
@@ -229,7 +232,10 @@ class Rewriter:
 
 
 def key_of(a: Any) -> Any:
-    """A hashable value, equal for equal arguments of nodes. 1, 1.0 and True differ, and 0.0 and -0.0."""
+    """Returns a hashable value that is equal for equal arguments of nodes.
+
+    The values for 1, 1.0 and True differ, and so do those for 0.0 and -0.0.
+    """
     if isinstance(a, (list, tuple)):
         return tuple(map(key_of, a))
     return a if isinstance(a, Node) else (type(a), repr(a) if isinstance(a, float) else a)

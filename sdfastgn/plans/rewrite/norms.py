@@ -1,4 +1,9 @@
-"""Norms of channels in all spellings, norms in fp32 of 16-bit tensors, and what may follow a norm."""
+"""Rules for norms: models write the same norm in several ways, and each of them becomes one kernel.
+
+The first pass, ``norms``, finds norms over the channels, such as RMS norms, and replaces them by
+``steps.channel_norm``. The second one, ``after_norms``, lets norms also compute scales, shifts, activations
+and casts that follow them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,8 @@ from sdfastgn.plans.run.aliases import VIEWS
 from sdfastgn.plans.run.schemas import arguments
 
 aten = torch.ops.aten
-# Op -> the name of the activation in kernels. GELU has two names: see ``activation``.
+# For each op that is an activation, the name by which kernels know it. GELU has a second name for its tanh
+# form, which the function ``activation`` returns.
 ACTIVATIONS = {
     aten.silu.default: "silu",
     aten.relu.default: "relu",
@@ -39,14 +45,14 @@ ACTIVATIONS = {
 
 
 def activation(n: Any) -> str | None:
-    """The name in kernels of the activation that ``n`` calls, or None if it calls none."""
+    """Returns the name by which kernels know the activation ``n``. None if ``n`` is no activation."""
     if not has(n, *ACTIVATIONS):
         return None
     return "gelu_tanh" if n.kwargs.get("approximate") == "tanh" else ACTIVATIONS[n.target]
 
 
 def widened(n: Any) -> Any:
-    """The value that ``n`` has in a wider dtype: ``n`` without casts that change no number."""
+    """Returns the value before those casts that only widen it, and so round no number."""
     while has(n, steps.cast) and is_exact(n):
         n = n.args[0]
     return n
@@ -67,9 +73,11 @@ class Norm(NamedTuple):
 
 
 def norms(graph: fx.Graph) -> fx.Graph:
-    """Norms of the channels of images, videos or heads become ``steps.channel_norm``."""
+    """Replaces norms over the channels of images, videos or attention heads by one kernel each."""
     r = Rewriter(graph)
-    for n in reversed(graph.nodes):  # the last op of a norm comes first, so its weight and bias are found
+    # From the last node to the first: the product with the weight and the sum with the bias follow the norm,
+    # so they are found before the norm itself is replaced.
+    for n in reversed(graph.nodes):
         if not has(n, *LAST_OPS) or not n.users or rank(n) not in (4, 5):
             continue
         r.at = n
@@ -81,12 +89,12 @@ def norms(graph: fx.Graph) -> fx.Graph:
     return cleaned(graph)
 
 
-# What the last node of a norm calls.
+# The last operation of a norm is one of these ops and steps.
 LAST_OPS = (aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor, steps.cast, aten.rms_norm.default)
 
 
 def norm_over(n: Node, axis: int) -> Norm | None:
-    """The norm over ``axis`` whose result is ``n``. None if ``n`` is no such norm."""
+    """Returns the norm over ``axis`` whose result is ``n``. None if ``n`` is no such norm."""
     inner, affine = _affine(n, axis)
     found = next(filter(None, (spelling(inner, axis) for spelling in _NORMS)), None)
     if found is None or (found.weight is not None and affine.weight is not None):
@@ -99,14 +107,17 @@ def norm_over(n: Node, axis: int) -> Norm | None:
 
 
 def _affine(n: Any, axis: int) -> tuple[Any, Norm]:
-    """(``n`` before its bias, weight, scale and casts; a ``Norm`` with this bias, weight and scale)."""
+    """Separates what comes after a norm from the norm: its weight, bias and scale, and casts.
+
+    Returns (the value before these, a ``Norm`` with the weight, bias and scale).
+    """
     weight = bias = None
     scale = 1.0
     root = dtype(n)
     while True:
         is_cast = has(n, steps.cast) and dtype(n.args[0]).is_floating_point
         if is_cast and torch.promote_types(dtype(n), root) == dtype(n):
-            n = n.args[0]  # the result is rounded to as few bits as here, or fewer
+            n = n.args[0]  # the cast rounds to no fewer bits than the final result has, so it can be left out
         elif has(n, aten.mul.Tensor) and number(n) is not None:
             n, scale = n.args[0], scale * number(n)  # type: ignore[operator]
         elif has(n, aten.div.Tensor) and number(n):
@@ -122,7 +133,10 @@ def _affine(n: Any, axis: int) -> tuple[Any, Norm]:
 
 
 def _parameter(n: Node, axis: int) -> tuple[Node, Node] | None:
-    """(x, t) if ``n`` combines x with t, a tensor from outside the graph with one number for each channel."""
+    """Returns (x, t) if ``n`` adds or multiplies x and a parameter t with one number for each channel.
+
+    Else None. t may be a view or cast of a tensor that is an input of the graph.
+    """
     for x, t in operands(n):
         aligned = (1,) * (rank(n) - rank(t)) + shape(t)
         is_small = math.prod(aligned) == shape(n)[axis] == aligned[axis]
@@ -142,14 +156,14 @@ def is_one_plus(t: Any) -> bool:
 
 
 def is_outside(t: Any) -> bool:
-    """True if no step computes ``t``: it is None, or a view or cast of a tensor from outside the graph."""
+    """True if ``t`` is None, or an input of the graph such as a parameter, or a view or cast of one."""
     while has(t, *VIEWS, steps.cast):
         t = t.args[0]
     return t is None or t.op != "call_function"
 
 
 def _normalized(n: Any, axis: int) -> Norm | None:
-    """x / max(|x|, eps), as ``F.normalize`` writes it."""
+    """Returns the norm if ``n`` is x / max(|x|, eps), as ``F.normalize`` computes it. Else None."""
     if not has(n, aten.div.Tensor) or not isinstance(n.args[1], Node) or n.kwargs:
         return None
     x, divisor = n.args
@@ -167,7 +181,10 @@ def _root_mean_square(n: Any, axis: int) -> Norm | None:
 
 
 def mean_square_norm(n: Any, axis: int) -> tuple[Node, float] | None:
-    """(x, eps) if n is x * rsqrt(mean(x^2) + eps), or x / sqrt(mean(x^2) + eps), over ``axis``."""
+    """Returns (x, eps) if n is the RMS norm x / sqrt(mean(x^2) + eps) over ``axis``. Else None.
+
+    It may also be written as x * rsqrt(mean(x^2) + eps).
+    """
     pairs = list(operands(n)) if has(n, aten.mul.Tensor, aten.div.Tensor) else []
     pairs, root = (pairs[:1], aten.sqrt) if has(n, aten.div.Tensor) else (pairs, aten.rsqrt)
     for x, q in pairs:
@@ -183,12 +200,12 @@ def mean_square_norm(n: Any, axis: int) -> tuple[Node, float] | None:
 
 
 def _whole(n: Any, axis: int) -> Norm | None:
-    """``aten.rms_norm`` over the last axis."""
+    """Returns the norm if ``n`` is ``aten.rms_norm`` over ``axis``, which must be the last one. Else None."""
     if not has(n, aten.rms_norm.default) or axis != rank(n) - 1:
         return None
     x, axes, weight, eps = arguments(n)
     if eps is None and dtype(x) != torch.float32:
-        return None  # the default of eps then differs between releases of PyTorch
+        return None  # in 16 bits PyTorch's default for eps differs between releases
     eps = torch.finfo(dtype(x)).eps if eps is None else eps
     return _of_mean(x, eps, axis)._replace(weight=weight) if len(axes) == 1 else None
 
@@ -197,7 +214,7 @@ _NORMS: tuple[Callable[[Any, int], Norm | None], ...] = (_normalized, _root_mean
 
 
 def _of_mean(x: Node, eps: float, axis: int) -> Norm:
-    """The norm that divides by sqrt(mean of squares + eps): sqrt(C) / sqrt(sum of squares + C eps)."""
+    """Expresses an RMS norm by a sum of squares: x * sqrt(C) / sqrt(sum of squares + C * eps)."""
     C = shape(x)[axis]
     return Norm(x, added=C * eps, scale=math.sqrt(C))
 
@@ -207,7 +224,10 @@ def _is_axis(axes: Any, axis: int, x: Node) -> bool:
 
 
 def _channel_norm(r: Rewriter, n: Node, norm: Norm, axis: int) -> Node:
-    """The step for ``norm``. It needs the channels on axis 1, so a norm of the last axis is permuted."""
+    """Makes a node for a norm over the channels: ``steps.channel_norm``, which needs them on axis 1.
+
+    For a norm of the last axis, input and result are permuted.
+    """
     C, last = shape(n)[axis], rank(n) - 1
     weight, bias = (None if t is None else r.reshape(t, (C,)) for t in (norm.weight, norm.bias))
     more = weight, bias, norm.scale, norm.eps, "identity", norm.added
@@ -225,7 +245,7 @@ def _channel_norm(r: Rewriter, n: Node, norm: Norm, axis: int) -> Node:
 
 
 def after_norms(graph: fx.Graph) -> fx.Graph:
-    """Scales, shifts, activations and casts after a norm go into it."""
+    """Lets norms also compute the scales, shifts, activations and casts that follow them."""
     return apply(graph, _into_norm, aten.mul.Tensor, aten.add.Tensor, *ACTIVATIONS, steps.cast)
 
 
@@ -234,7 +254,10 @@ def _into_norm(r: Rewriter, n: Node) -> Node | None:
 
 
 def _with_modulation(r: Rewriter, n: Any) -> Node | None:
-    """group_norm(x) * (1 + scale), or group_norm(x) + shift, of one number for each channel -> one step."""
+    """Lets a GroupNorm also compute a product with 1 + scale, or a sum with a shift, after it.
+
+    Scale and shift have one number for each channel, or for each channel of each sample.
+    """
     is_scale = has(n, aten.mul.Tensor)
     for norm, t in operands(n) if is_scale or has(n, aten.add.Tensor) else ():
         if not has(norm, steps.group_norm) or not is_only(norm) or norm.args[5] != "identity" or norm.args[8]:
@@ -250,13 +273,13 @@ def _with_modulation(r: Rewriter, n: Any) -> Node | None:
 
 
 def _added_to_one(t: Any) -> Node | None:
-    """The value s if ``t`` is 1 + s, or a reshape of it; else None."""
+    """Returns s if ``t`` is 1 + s, or a reshape of 1 + s. Else None."""
     t = t.args[0] if has(t, steps.reshape) else t
     return t.args[0] if is_one_plus(t) else None
 
 
 def _with_activation(r: Rewriter, n: Node) -> Node | None:
-    """activation(norm(x)) -> one step, if nobody else reads the norm."""
+    """Lets a norm also compute the activation after it, if no other node reads the norm."""
     name = activation(n)
     norm: Any = n.args[0] if name is not None else None
     if not has(norm, steps.group_norm, steps.channel_norm) or not is_only(norm) or norm.args[5] != "identity":
@@ -265,7 +288,10 @@ def _with_activation(r: Rewriter, n: Node) -> Node | None:
 
 
 def _in_one_dtype(r: Rewriter, n: Node) -> Node | None:
-    """A norm in fp32 between casts from and to 16 bits -> the norm in 16 bits, which computes in fp32."""
+    """Removes the casts around a norm that models compute in fp32 for 16-bit tensors.
+
+    The kernel of the norm reads and writes 16 bits, and computes in fp32.
+    """
     norm: Any = n.args[0] if has(n, steps.cast) else None
     if not has(norm, steps.group_norm, steps.layer_norm) or not is_only(norm):
         return None

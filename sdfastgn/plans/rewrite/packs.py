@@ -1,4 +1,7 @@
-"""Products of one tensor with several weights, such as queries, keys and values, become one step."""
+"""Joins linear layers with the same input, such as those of queries, keys and values, to one step.
+
+The step ``steps.linears`` computes one matrix product if the weights lie side by side in memory.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,14 @@ from torch.fx import Node
 from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, rank, shape
 from sdfastgn.plans.run import steps
 
-# Maximum number of elements of a product. Larger ones fill a GPU by themselves: on an H200, three products
-# with 4608 rows and 3072 columns took 3 x 101 us, and the packed one 336 us.
+# Linear layers whose result has more elements than this are not joined. They fill a GPU by themselves: on an
+# H200, three products with 4608 rows and 3072 columns took 101 us each, and one product for all three took
+# 336 us.
 MAX_ELEMENTS = 1 << 23
 
 
 def packs(graph: fx.Graph) -> fx.Graph:
-    """linear(x, w1), linear(x, w2), ... -> ``linears``: one product if the weights lie side by side."""
+    """Replaces linear layers with the same input by one call of ``steps.linears``."""
     groups: dict[Any, list[Node]] = {}
     for n in graph.nodes:
         if has(n, steps.linear) and _may_be_packed(n):
@@ -25,9 +29,11 @@ def packs(graph: fx.Graph) -> fx.Graph:
             groups.setdefault((x, bias is None, dtype(n)), []).append(n)
     r = Rewriter(graph)
     for (_, has_no_bias, _), products in groups.items():
-        x = products[0].args[0]  # not the key's x, which an earlier group may have replaced
+        # The x in the group's key may be gone: if an earlier group computed it, that group has replaced it.
+        x = products[0].args[0]
         weights = tuple(n.args[1] for n in products)
-        if len(set(weights)) < max(2, len(weights)):  # one weight cannot lie beside itself
+        # At least two layers, all with different weights: one weight cannot lie in memory beside itself.
+        if len(set(weights)) < max(2, len(weights)):
             continue
         r.at = products[0]
         biases = () if has_no_bias else tuple(n.args[2] for n in products)
@@ -39,7 +45,7 @@ def packs(graph: fx.Graph) -> fx.Graph:
 
 
 def _may_be_packed(n: Node) -> bool:
-    """True if the product is small, has several tokens, and its weight and bias are parameters."""
+    """True if linear layer ``n`` has a small result of rank 3 or more, and weight and bias are parameters."""
     parameters = [t for t in n.args[1:] if isinstance(t, Node)]
     is_small = math.prod(shape(n)) <= MAX_ELEMENTS
     return rank(n) > 2 and is_small and all(t.op == "placeholder" for t in parameters)

@@ -1,4 +1,7 @@
-"""All passes, in order: ``rewrite``."""
+"""``rewrite`` runs all passes over the graph of a traced call, one after another.
+
+A pass takes a graph and returns one. It replaces PyTorch's ops by steps, which call kernels.
+"""
 
 from __future__ import annotations
 
@@ -31,45 +34,47 @@ from sdfastgn.plans.trace.refusals import DRAWN, is_random
 from sdfastgn.plans.trace.traced import Untraceable
 
 aten = torch.ops.aten
-# Each pass takes and returns a graph. A pass relies on those before it:
+# All passes, in the order in which they run. Each takes a graph and returns one, and relies on those before
+# it. The comment beside a pass says what it replaces, or why it stands where it does.
 PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
-    canonicalize,  # one spelling for each op
-    repeated_rows,  # before products
-    rotations,  # of pairs of elements, in attention
-    heads,  # norms before rotations, and heads that are joined along the tokens
-    ada_norms,  # norms of tokens with a modulation, and gated sums
-    norms,  # norms of channels
-    after_norms,  # scales, shifts and activations into norms. The next pass puts views after norms
-    sink_views,  # views behind norms and pointwise ops, where the kernels take these
-    after_norms,  # activations, which are now next to the norms
-    modulations,  # of norms, by small images or videos
-    cells,  # convolutions whose windows do not overlap, as products
-    repeats,  # of elements, for convolutions
-    convolutions,  # and what they read. Their biases become separate steps
-    sums,  # which take biases
-    shifts,  # biases and embeddings, into the norms after them
-    moves,  # of elements between channels and positions, into sums and means
-    biases,  # that no other step took
-    activated_sums,  # sums and biases that an activation follows
-    statistics,  # of sums, before the norms that want them
-    relus,  # into the convolutions before them, with bias and residual
-    tokens,
-    packs,  # of the products that are still products
-    finish,  # what writes where. After it, a value's readers must stay
+    canonicalize,  # models write the same op in several forms. From here on there is one form
+    repeated_rows,  # linear layers compute rows that repeat only once
+    rotations,  # rotary embeddings become one kernel
+    heads,  # norms, rotary embeddings and concatenations of attention heads become one kernel
+    ada_norms,  # norms of tokens take in factor and offset, and the sum with a gate before them
+    norms,  # norms over channels, which models write in several ways, become one kernel
+    after_norms,  # norms take in scales, shifts and activations. ``sink_views`` then moves views behind norms
+    sink_views,  # views move behind norms and pointwise ops, if the kernels can read the input of the views
+    after_norms,  # once more: ``sink_views`` has moved activations next to norms
+    modulations,  # norms take in factors and offsets that are upsampled from small images or videos
+    cells,  # convolutions whose windows do not overlap become matrix products
+    repeats,  # repeated elements before convolutions become upsampling
+    convolutions,  # convolutions take in pads, upsampling and norms. Their biases become separate nodes
+    sums,  # residual sums take in the biases of convolutions
+    shifts,  # norms take in biases and embeddings that are added before them
+    moves,  # sums and means read elements that move between channels and positions without a copy
+    biases,  # the biases that no other pass has taken become sums
+    activated_sums,  # sums take in the activations after them
+    statistics,  # sums also compute mean and variance for the GroupNorm after them
+    relus,  # convolutions take in bias, residual and ReLU
+    tokens,  # sums before layer norms, gated activations and linear layers become fewer kernels
+    packs,  # linear layers with the same input become one product, if no other pass has replaced them
+    finish,  # some writes become in-place. Must be last: later passes might read overwritten values
 )
 
 
 def rewrite(graph: fx.Graph, in_e4m3: Collection[fx.Node] = ()) -> fx.Graph:
-    """Replaces the ops of a traced graph by steps.
+    """Replaces PyTorch's ops in the graph of a traced call by steps, which call kernels.
 
-    ``in_e4m3``: parameters. Their large products are computed in E4M3. Raises Untraceable if a plan cannot
-    repeat an op.
+    ``in_e4m3``: parameters whose large matrix products are computed in E4M3, an 8-bit float dtype. Raises
+    Untraceable if the graph contains an op that later calls could not repeat, such as dropout.
     """
     for n in graph.nodes:
         _check(n)
     drawn = _random_numbers(graph)
     for each in PASSES:
-        if each is tokens and in_e4m3:  # before the other steps that compute activations of products
+        # Before ``tokens``, which would also join activations with linear layers, but in 16 bits.
+        if each is tokens and in_e4m3:
             graph = e4m3(graph, in_e4m3)
         graph = each(graph)
     if _random_numbers(graph) != drawn:
@@ -78,12 +83,15 @@ def rewrite(graph: fx.Graph, in_e4m3: Collection[fx.Node] = ()) -> fx.Graph:
 
 
 def _random_numbers(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that draw random numbers, in order."""
+    """Lists the nodes that draw random numbers, in the order of the graph."""
     return [n for n in graph.nodes if n.target in DRAWN]
 
 
 def _check(n: fx.Node) -> None:
-    """Raises Untraceable if a plan cannot repeat ``n``: random numbers, strides, other writes."""
+    """Raises Untraceable if later calls could not repeat the op that ``n`` calls.
+
+    Such ops draw random numbers, depend on strides, or write into something else than an argument.
+    """
     if n.op != "call_function" or (not n.users and not writes(n.target)):
         return
     if is_random(n.target) and n.target not in DRAWN and not _is_attention_without_dropout(n):
@@ -95,10 +103,10 @@ def _check(n: fx.Node) -> None:
         raise Untraceable(f"the call writes with {n.target}")
 
 
-# Their results depend on where elements lie in memory, and values have no places.
+# The results of these ops depend on where elements lie in memory. Nodes of the graph do not say that.
 _STRIDED = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
 
 
 def _is_attention_without_dropout(n: fx.Node) -> bool:
-    """PyTorch calls attention random even if its dropout is 0."""
+    """True for attention with dropout 0. PyTorch tags the op as random even then."""
     return n.target is aten.scaled_dot_product_attention.default and not arguments(n)[4]

@@ -1,6 +1,7 @@
-"""Rows that views repeat: a product computes each of them once, and the norm of a sum reads it once.
+"""Rules for tensors in which ``expand`` and other views repeat rows along the last axis.
 
-An example is attention to a single key, which gives all queries of a sample the same row.
+A linear layer then computes each row once, and a norm of a sum reads it once. An example is attention to a
+single key, which gives all queries of a sample the same row.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def repeated_rows(graph: fx.Graph) -> fx.Graph:
 
 
 def product_of_each(r: Rewriter, n: Node) -> Node | None:
-    """A linear layer of repeated rows -> the product of each row, repeated."""
+    """Lets a linear layer of repeated rows compute each row once. Its result is repeated instead."""
     x, weight, bias = n.args
     found = _each(r, x)
     if found is None:
@@ -35,7 +36,10 @@ def product_of_each(r: Rewriter, n: Node) -> Node | None:
 
 
 def grouped_rows(r: Rewriter, x: Any) -> tuple[Node, int] | None:
-    """(rows, period) if row i of x (..., D) is row ``i // period % len(rows)`` of ``rows``. None if not."""
+    """Finds the rows of x (..., D) that views repeat in a regular way. None if there are none.
+
+    Returns (rows, period): row i of x is row ``i // period % len(rows)`` of ``rows``.
+    """
     found = _each(r, x)
     if found is None:
         return None
@@ -49,12 +53,14 @@ def grouped_rows(r: Rewriter, x: Any) -> tuple[Node, int] | None:
 
 
 class _Each(NamedTuple):
-    """Repeated rows.
+    """A tensor whose rows are repeated by views, and each row once.
 
     Attributes:
-        rows: each row once. Its first axes have the sizes ``once``, and the others are the row.
-        sizes: the sizes of all axes of rows. Joined, they are the axes of the value.
-        once: the same, with 1 for each axis along which rows are repeated.
+        rows: a tensor with each row once. Its first axes have the sizes ``once``. The remaining axes are the
+            elements of a row.
+        sizes: the sizes of the axes along which the rows of the whole tensor lie. If neighboring ones are
+            joined, they are the axes of the whole tensor.
+        once: like ``sizes``, but with 1 for each axis along which rows are repeated.
     """
 
     rows: Node
@@ -63,7 +69,7 @@ class _Each(NamedTuple):
 
 
 def _each(r: Rewriter, x: Any) -> _Each | None:
-    """The rows of x, along its last axis, each once. None if no views repeat them."""
+    """Finds each row of x, along its last axis, once. None if no views repeat rows of x."""
     if rank(x) < 2 or 0 in shape(x) or not _is_repeated(x):
         return None
     source = moved(r, x)
@@ -74,7 +80,7 @@ def _each(r: Rewriter, x: Any) -> _Each | None:
     sizes = tuple(memory.shape[:count])
     each = tuple(1 if step == 0 else size for size, step in zip(memory.shape, memory.stride(), strict=True))
     once = each[:count]
-    if once == sizes or each[count:] != memory.shape[count:]:  # not repeated, or elements of a row are
+    if once == sizes or each[count:] != memory.shape[count:]:  # no rows repeat, or elements within a row do
         return None
     rows = source.view
     for axis, size in enumerate(once):

@@ -1,4 +1,7 @@
-"""Elements that views and a copy repeat, as ``repeat_interleave`` does: upsampling for convolutions."""
+"""Replaces repetitions of elements before a convolution, as by ``repeat_interleave``, by ``steps.upsample``.
+
+PyTorch computes such a repetition by ``expand``, and a reshape that copies.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ def repeats(graph: fx.Graph) -> fx.Graph:
 
 
 def upsampled(r: Rewriter, n: Any) -> Node | None:
-    """Repeated elements that a convolution or a pad reads: ``steps.upsample``.
+    """Replaces repeated elements by ``steps.upsample``, if a convolution or a pad reads them.
 
-    Others may read the copy without making it, so this is for those who need it. Along time, the first frame
-    must stay one frame: its copies are cut off.
+    Convolutions and pads need the repeated elements in memory. Other ops may read the views instead, so for
+    them nothing is replaced. Along time, the model must repeat all frames but the first: it must cut off the
+    copies of the first frame.
     """
     is_copied = any(has(u, steps.conv, steps.pad) for u in n.users)
     if not is_copied or rank(n) not in (4, 5) or 0 in shape(n) or not dtype(n).is_floating_point:
@@ -35,7 +39,7 @@ def upsampled(r: Rewriter, n: Any) -> Node | None:
 
 
 def _source(r: Rewriter, n: Any) -> tuple[Any, tuple[int, ...]]:
-    """The value whose elements ``n`` repeats, and how often it repeats them along each spatial axis."""
+    """Finds the value whose elements ``n`` repeats, and how often it repeats them along each spatial axis."""
     times = [1] * (rank(n) - 2)
     while has(n, steps.reshape) and has(n.args[0], steps.expand):
         wide: Any = n.args[0]

@@ -1,12 +1,14 @@
-"""Rotary embeddings of pairs of elements, in four spellings: ``steps.rotate``.
+"""Replaces rotary embeddings, which models write in four ways, by ``steps.rotate``.
 
-With x0 and x1 for the first and second elements of all pairs of neighbors in x, and h0 and h1 for its halves:
+A rotary embedding rotates pairs of elements of each row by angles, whose cos and sin are in tables. x0 and x1
+are the first and second elements of all pairs of neighbors in x, and h0 and h1 are the two halves of x. The
+ways are:
 
 1. x * cos + stack(-x1, x0) * sin, and x * cos + cat(-h1, h0) * sin;
 2. the product of complex numbers: of x, and of a table;
 3. x0 * cos - x1 * sin, and x0 * sin + x1 * cos, written into every second element of a new tensor.
 
-The step computes in fp32 and rounds once, to the dtype of x.
+``steps.rotate`` computes in fp32 and rounds once, to the dtype of x.
 """
 
 from __future__ import annotations
@@ -42,9 +44,11 @@ _LAST_OPS = (steps.cast, aten.add.Tensor, aten.view_as_real.default, aten.slice_
 
 
 class _Rotation(NamedTuple):
-    """A rotation of pairs of elements of ``x``, which may be reshaped or widened before.
+    """A rotary embedding: the input ``x``, and the tables.
 
-    ``sin`` is None if ``cos`` is complex. ``halves``: True if the elements of a pair are half a row apart.
+    ``x`` may be a reshape or a wider dtype of the tensor that is rotated. If ``cos`` is a complex table,
+    ``sin`` is None. ``halves``: True if the two elements of a pair are half a row apart, and False if they
+    are neighbors.
     """
 
     x: Node
@@ -54,7 +58,11 @@ class _Rotation(NamedTuple):
 
 
 def rotations(graph: fx.Graph) -> fx.Graph:
-    """Goes from the last node to the first, so that a cast of a result is found before the result."""
+    """Replaces rotary embeddings by one kernel, ``steps.rotate``.
+
+    The pass goes from the last node to the first. So a cast of the result comes before the result itself, and
+    is replaced with it.
+    """
     r = Rewriter(graph)
     turns: dict[tuple[Node, Node], Node] = {}
     for n in from_the_last(r, *_LAST_OPS):
@@ -91,14 +99,14 @@ def _rotated(r: Rewriter, n: Node, turns: dict[tuple[Node, Node], Node]) -> Node
 
 
 def _base(n: Node) -> Node:
-    """The value from which reshapes and exact casts make n."""
+    """Returns the value from which reshapes, and casts that round no number, make n."""
     while has(n, steps.reshape) or (has(n, steps.cast) and is_exact(n)):
         n = n.args[0]
     return n
 
 
 def _in_turns(r: Rewriter, cos: Node, sin: Node) -> Node:
-    """A table with cos and sin of each pair side by side, because the kernel then loads them as vectors."""
+    """Makes a table with cos and sin of each pair side by side, which the kernel can load as vectors."""
     *rows, half = shape(cos)
     size = math.prod(rows) * half
     parts = [r.reshape(t, (size, 1)) for t in (cos, sin)]
@@ -106,20 +114,23 @@ def _in_turns(r: Rewriter, cos: Node, sin: Node) -> Node:
 
 
 def _table(r: Rewriter, t: Node, to: tuple[int, ...]) -> Node:
-    """The table ``t`` of rows of the shape ``to``, with an axis for heads."""
+    """Reshapes the table ``t`` for rows of the shape ``to``, so that it has an axis for heads."""
     whole = (1,) * (len(to) - rank(t)) + shape(t)
     return r.reshape(t, whole if len(to) == 4 else (*whole[:-1], 1, whole[-1]))
 
 
 def _is_table(t: Node, to: tuple[int, ...], columns: int) -> bool:
-    """True if ``t`` broadcasts to rows of the shape ``to``, and has ``columns`` columns."""
+    """True if ``t`` has ``columns`` columns and broadcasts to rows of the shape ``to``: it can be a table."""
     whole = (1,) * (len(to) - rank(t)) + shape(t)
     is_aligned = len(whole) == len(to) and all(a in (1, b) for a, b in zip(whole[:-1], to[:-1], strict=True))
     return is_aligned and whole[-1] == columns and dtype(t) in (*KERNEL_DTYPES, torch.complex64)
 
 
 def _part(n: Node, index: int, D: int, halves: bool) -> Node | None:
-    """The base of x if n has the first or second (``index``) element of each pair of x, in rows of ``D``."""
+    """Returns x, before reshapes and casts, if n has one element of each pair of x. Else None.
+
+    ``index``: 0 for the first element of each pair, 1 for the second. ``D``: the length of a row of x.
+    """
     part: Any = _base(n)
     if not has(part, steps.cut):
         return None
@@ -130,11 +141,11 @@ def _part(n: Node, index: int, D: int, halves: bool) -> Node | None:
     return _base(whole) if found == of_pairs or (halves and found == of_rows) else None
 
 
-# ---- spellings
+# ---- the ways in which models write a rotary embedding
 
 
 def _turned(n: Node) -> _Rotation | None:
-    """x * cos + stack(-x1, x0) * sin, or x * cos + cat(-h1, h0) * sin"""
+    """Recognizes x * cos + stack(-x1, x0) * sin, and x * cos + cat(-h1, h0) * sin. None for other nodes."""
     to = shape(n)
     for p, q in operands(n):
         for x, cos in operands(p) if has(p, aten.mul.Tensor) else ():
@@ -148,7 +159,10 @@ def _turned(n: Node) -> _Rotation | None:
 
 
 def _is_turned(n: Any, x: Node, to: tuple[int, ...], halves: bool) -> bool:
-    """True if n has the second elements of the pairs of x, negative, and the first ones in their places."""
+    """True if n has the second elements of the pairs of x, negated, where x has the first.
+
+    Where x has the second elements, n has the first ones.
+    """
     D = to[-1]
     joined = to if halves else (*to[:-1], D // 2, 2)
     if not has(n, steps.cat) or shape(n) != joined or n.args[1] != rank(n) - 1 or len(n.args[0]) != 2:
@@ -160,7 +174,7 @@ def _is_turned(n: Any, x: Node, to: tuple[int, ...], halves: bool) -> bool:
 
 
 def _complex(n: Any) -> _Rotation | None:
-    """view_as_real(view_as_complex(pairs of x) * table)"""
+    """Recognizes view_as_real(view_as_complex(pairs of x) * table). None for other nodes."""
     product = n.args[0]
     for a, table in operands(product) if has(product, aten.mul.Tensor) else ():
         if not has(a, aten.view_as_complex.default) or dtype(table) != torch.complex64:
@@ -174,7 +188,10 @@ def _complex(n: Any) -> _Rotation | None:
 
 
 def _written(n: Any) -> _Rotation | None:
-    """x0 * cos - x1 * sin and x0 * sin + x1 * cos, written into a new tensor."""
+    """Recognizes x0 * cos - x1 * sin and x0 * sin + x1 * cos, written into every second element of a tensor.
+
+    None for other nodes.
+    """
     to, found, below = shape(n), {}, n
     for _ in range(2):
         if not has(below, aten.slice_scatter.default):

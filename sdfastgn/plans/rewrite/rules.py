@@ -1,8 +1,9 @@
-"""How a rule is applied to a graph.
+"""Applies a rule to a graph.
 
-A rule is a function of a ``Rewriter`` and a node. It returns the node that runs instead, or None if the node
-is not what the rule looks for. To add a rule, write such a function with one sentence that says what upstream
-wrote and what runs instead, and name it in the pass of its file.
+A rule is a function that gets a ``Rewriter``, which makes nodes, and one node of the graph. It returns the
+node that replaces this node, or None if the node is not what the rule looks for. To add a rule, write such a
+function, and name it in the pass of its file: the function there that calls ``apply``. The docstring of a
+rule says what the model's code does, and what runs instead.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ Rule = Callable[[Rewriter, Node], Node | None]
 
 
 def apply(graph: fx.Graph, rule: Rule, *targets: Any) -> fx.Graph:
-    """Asks ``rule`` about each node that calls one of ``targets``, from the first to the last.
+    """Calls ``rule`` for each node that calls one of ``targets``, from the first node to the last.
 
-    New nodes are made before the node. The rule is not asked about them. If nothing has changed, the graph is
-    as it was. Otherwise nodes that nobody reads are removed, and each node stands after those that it reads.
+    Where the rule returns a node, that node replaces the old one. The rule is not called for nodes that it
+    makes. Afterwards nodes that no other node reads are removed, and nodes are ordered so that each stands
+    after those that it reads.
     """
     r = Rewriter(graph)
     asked = (n for target in targets for n in graph.find_nodes(op="call_function", target=target, sort=False))
@@ -36,10 +38,10 @@ def apply(graph: fx.Graph, rule: Rule, *targets: Any) -> fx.Graph:
 
 
 def from_the_last(r: Rewriter, *targets: Any) -> Iterator[Node]:
-    """Yields each node that calls one of ``targets``, from the last to the first.
+    """Yields each node that calls one of ``targets``, from the last node to the first.
 
-    ``r`` makes nodes before the node. Nodes that nobody reads are erased on the way, such as parts of a
-    pattern that a rule has replaced.
+    While the caller handles a node, ``r`` makes new nodes in front of it. Nodes that no other node reads are
+    erased on the way. So parts of a pattern that was replaced are not yielded.
     """
     for n in list(reversed(r.graph.nodes)):
         if is_unread(n):

@@ -1,7 +1,9 @@
-"""Calls whose samples do not depend on each other, as plans of a slice of the samples.
+"""Turns the graph of a call with a large batch into the graph of a slice of the batch, to save memory.
 
-``sliced`` follows the axis of the samples through the graph, from the tensors of the call to its results.
-Each op must treat samples separately. If one may not, or if its rule is missing here, the call stays whole.
+The plan then runs this smaller graph once for each slice. This is right only if the samples of the batch do
+not depend on each other. So ``sliced`` follows the axis of the samples through the graph, from the tensors of
+the call to its results. Each op on the way must treat samples separately. If an op may mix samples, or if the
+tables in this file do not have the op, the call runs as a whole.
 """
 
 from __future__ import annotations
@@ -25,24 +27,29 @@ from sdfastgn.plans.trace.refusals import is_random
 from sdfastgn.plans.trace.traced import Traced
 
 aten = torch.ops.aten
-# Bytes (1.75 GiB) that the values of a call may take at once. A call that takes more runs in slices that take
-# at most so much, or in slices of one sample. A decoder of Stable Diffusion takes 1.5 GiB for 1024 x 1024
-# pixels in fp16. These keep a GPU busy: an H200 takes as long for them as for four images of 512 x 512 one by
-# one.
+# Bytes (1.75 GiB). If the intermediate values of a call take more than this at once, the call runs in slices.
+# A slice takes at most so much, or has one sample. A decoder of Stable Diffusion takes 1.5 GiB for one image
+# of 1024 x 1024 pixels in fp16, and such an image keeps a GPU busy: an H200 takes as long for it as for four
+# images of 512 x 512 pixels one after another.
 MOST_BYTES = 7 << 28
-# Largest share of the parameters in the bytes that a slice moves. Each slice reads them again.
+# A call runs in slices only if its parameters take at most this share of the bytes that a slice reads and
+# writes, because each slice reads all parameters again.
 _MOST_PARAMETERS = 0.02
-# Largest share of the results in this memory. Slices do not save it: for example the last frames of each
-# convolution, which a decoder of videos keeps for its next call.
+# A call runs in slices only if its results take at most this share of the memory that its values take at
+# once. Slices do not save the memory of results. For example, a decoder of videos returns the last frames of
+# each convolution for its next call.
 _MOST_RESULTS = 0.25
 
 
-class _Mixed(Exception):  # noqa: N818  # no error: the call stays whole
-    """An op may mix samples."""
+class _Mixed(Exception):  # noqa: N818  # caught in this file: the call runs as a whole
+    """Raised if an op may mix the samples of a batch."""
 
 
 def sliced(traced: Traced) -> Traced:
-    """The trace of one slice of the call, if it takes much memory and slices save memory. Else ``traced``."""
+    """Returns the trace of one slice of the samples, if the call takes much memory and slices save memory.
+
+    Else it returns ``traced`` itself.
+    """
     graph = traced.graph.graph
     held = len(traced.parameters) + len(traced.others)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -71,7 +78,11 @@ def _samples(inputs: Sequence[Node]) -> int:
 
 
 def _count(graph: fx.Graph, held: Sequence[Node], results: Sequence[Any], samples: int) -> int:
-    """The number of slices that bounds memory and costs no time; 1 if there is none."""
+    """Returns how many slices are needed to stay below ``MOST_BYTES``; 1 if slices would not pay.
+
+    They would not pay if results take most of the memory, or if reading the parameters again costs too much
+    time.
+    """
     most, parameters = peak(graph), sum(map(memory, held))
     if sum(memory(n) for n in {*results} if isinstance(n, Node)) > _MOST_RESULTS * most:
         return 1
@@ -83,7 +94,7 @@ def _count(graph: fx.Graph, held: Sequence[Node], results: Sequence[Any], sample
 
 
 def _divide(graph: fx.Graph, axes: dict[Node, int | None], count: int) -> None:
-    """Make ``graph`` compute one of ``count`` slices."""
+    """Change the shapes in ``graph`` so that it computes one of ``count`` slices of the samples."""
     r = Rewriter(graph)
     for n in list(graph.nodes):
         axis = axes.get(n)
@@ -107,12 +118,15 @@ def _divide(graph: fx.Graph, axes: dict[Node, int | None], count: int) -> None:
 
 # ---- the axis of the samples
 #
-# Along this axis a value has the k elements of the first sample, then the k elements of the second one, and
-# so on. The axis is None for a value that does not depend on samples.
+# Along its axis of the samples, a value has k elements of the first sample, then k elements of the second
+# sample, and so on. The axis is None for a value that does not depend on the samples of the call.
 
 
 def _axes_of_samples(graph: fx.Graph, inputs: Sequence[Node], samples: int) -> dict[Node, int | None]:
-    """For each node, the axis of the samples. Raises _Mixed if there is none in a value that has them."""
+    """Returns for each node the axis along which its value has the samples of the batch, or None.
+
+    None stands for values that do not depend on samples. Raises _Mixed if an op may mix samples.
+    """
     axes: dict[Node, int | None] = {}
     for n in graph.nodes:
         if n.op == "placeholder":
@@ -128,7 +142,7 @@ def _axis(n: Node, axes: dict[Node, int | None], samples: int) -> int | None:
     axis = next((axes[a] for a in n.all_input_nodes if axes.get(a) is not None), None)
     if axis is None:
         return 0 if _is_equal_along_samples(n, samples) else None
-    if not n.meta:  # its results are a tuple
+    if not n.meta:  # the op returns a tuple, for which this file has no rules
         raise _Mixed
     x: Any = n.args[0]
     if has(n, steps.reshape):
@@ -156,7 +170,7 @@ def _axis(n: Node, axes: dict[Node, int | None], samples: int) -> int | None:
 
 
 def _is_equal_along_samples(n: Node, samples: int) -> bool:
-    """True if ``n``, which does not depend on samples, has a first axis for them, along which it is equal."""
+    """True if ``n`` does not depend on samples, but has equal rows for all of them along its first axis."""
     if not n.meta or shape(n)[:1] != (samples,):
         return False
     if has(n, steps.expand):
@@ -166,7 +180,10 @@ def _is_equal_along_samples(n: Node, samples: int) -> bool:
 
 
 def _axis_after_reshape(before: Sequence[int], axis: int, after: Sequence[int], samples: int) -> int:
-    """The axis of the samples after a reshape. Raises _Mixed if none divides into them."""
+    """Returns the axis of the samples after a reshape. Raises _Mixed if no axis can be divided into samples.
+
+    ``before``, ``after``: the shapes. ``axis``: the axis before the reshape.
+    """
     outer = math.prod(before[:axis])
     for i, size in enumerate(after):
         if size % samples == 0 and math.prod(after[:i]) == outer:
@@ -175,7 +192,10 @@ def _axis_after_reshape(before: Sequence[int], axis: int, after: Sequence[int], 
 
 
 def _aligned(n: Node, operands: Iterable[Node], axes: dict[Node, int | None]) -> int:
-    """The axis of the samples in ``n``, to whose shape ``operands`` are broadcast."""
+    """Returns the axis of the samples in ``n``, to whose shape ``operands`` are broadcast.
+
+    Raises _Mixed if they are on different axes in different operands.
+    """
     places = {a: rank(n) - rank(a) for a in operands}
     (axis, *others) = {axes[a] + before for a, before in places.items() if axes.get(a) is not None}  # type: ignore[operator]
     for a, before in places.items():
@@ -190,7 +210,10 @@ def _is_pointwise(target: Any) -> bool:
 
 
 def _listed(place: int) -> Callable[[Node], Iterable[int]]:
-    """The axes in the argument at ``place``. All axes if there are none."""
+    """Makes a function that returns the axes in the argument of an op at index ``place``.
+
+    If that argument names no axes, all axes are returned.
+    """
 
     def axes(n: Node) -> Iterable[int]:
         found: Any = arguments(n)[place]
@@ -210,9 +233,11 @@ def _last(count: int) -> Callable[[Node], Iterable[int]]:
 
 
 _FILLED = (aten.full.default, aten.empty.memory_format)
-# Each element of the result depends on one element of each operand.
+# In these functions each element of the result depends on one element of each operand. So they treat
+# samples separately, as all ops do that PyTorch tags as pointwise.
 _SEPARATE = (steps.cast, steps.copy, steps.expand, aten.contiguous.default, aten.empty_like.default)
-# Op -> the axes of its first operand along which elements are mixed or chosen.
+# For each function that nodes call: a function that returns those axes of its first operand along which the
+# op mixes or chooses elements. None of them may be the axis of the samples.
 _MIXED: dict[Any, Callable[[Node], Iterable[int]]] = {
     steps.attention: _last(2),
     steps.cat: _listed(1),
@@ -238,5 +263,5 @@ _MIXED: dict[Any, Callable[[Node], Iterable[int]]] = {
     aten.upsample_nearest2d.default: _after_samples,
     aten.upsample_nearest3d.default: _after_samples,
 }
-# Ops of which only the first operand may depend on samples.
+# Functions of which only the first operand may depend on samples. The others are weights.
 _OF_FIRST = (steps.conv, steps.group_norm, steps.layer_norm, steps.linear, aten.rms_norm.default)

@@ -1,10 +1,10 @@
-"""One spelling for each op. Later passes look for one form of a value only.
+"""The first pass replaces ops that mean the same by one form, so that later passes look for one form only.
 
-``canonicalize`` walks once over the nodes. For each op, a table has the small functions that spell it. To add
-one, write a function below that is decorated with ``spells(op, ...)``. It gets a ``Rewriter``, the node, and
-all arguments of the op in the order of its schema. It returns the node to read instead, or None if it does
-not apply. The arguments are spelled already. Functions of one op are tried in the order of this file, until
-one applies.
+``canonicalize`` goes once over the nodes, from the first to the last. To add a form, write a function below
+that is decorated with ``spells(op, ...)``. It gets a ``Rewriter``, which makes nodes, the node of the op, and
+all arguments of the op in the order of its schema. The arguments already have their final form. The function
+returns the node that replaces this node, or None if it does not apply. If several functions are for the same
+op, they are tried in the order of this file, until one applies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from sdfastgn.plans.trace.refusals import is_random
 aten = torch.ops.aten
 _Spelling = Callable[..., "Node | None"]
 _SPELLINGS: dict[Any, list[_Spelling]] = {}
-# Ops whose results have no values yet. Equal nodes of them are not merged, because each is written to.
+# Ops that allocate a tensor without filling it. Two equal nodes that call one of them must not become one
+# node, because the model's code writes other values into each tensor.
 UNFILLED = (
     aten.empty.memory_format,
     aten.empty_like.default,
@@ -37,13 +38,14 @@ UNFILLED = (
     aten.new_empty.default,
     aten.new_empty_strided.default,
 )
-# A mask that hides later frames is like stairs: the queries of a frame, the rows of a step, see equally many
-# keys. Attention runs apart for each step if a step has at least this many rows on average.
+# An attention mask that hides later frames looks like stairs: all queries of a frame see the same number of
+# keys, and the queries of the next frame see more. Attention can then run once for each frame, without a
+# mask. It does so if a frame has at least this number of queries on average.
 _LEAST_ROWS = 16
 
 
 def canonicalize(graph: fx.Graph) -> fx.Graph:
-    """Gives each value one spelling. Equal nodes are made once."""
+    """Replaces ops that mean the same by one form, and nodes that compute the same value by one node."""
     r = Rewriter(cleaned(graph), share=True)
     for n in graph.nodes:
         if n.op != "call_function" or not n.meta:
@@ -56,7 +58,7 @@ def canonicalize(graph: fx.Graph) -> fx.Graph:
 
 
 def spells(*ops: Any) -> Callable[[_Spelling], _Spelling]:
-    """Enters a function into the table, for ``ops``."""
+    """A decorator: ``canonicalize`` calls the function for each node that calls one of ``ops``."""
 
     def entered(function: _Spelling) -> _Spelling:
         for op in ops:
@@ -75,7 +77,7 @@ def _spelled(r: Rewriter, n: Node) -> Node | None:
 
 
 def _shared(r: Rewriter, n: Node) -> Node:
-    """The first node that is equal to ``n``."""
+    """Returns the first node of the graph that computes the same value as ``n``. This may be ``n``."""
     is_op = isinstance(n.target, torch._ops.OpOverload)
     if not is_op or writes(n.target) or is_random(n.target) or n.target in UNFILLED:
         return n
@@ -96,19 +98,22 @@ def _shared(r: Rewriter, n: Node) -> Node:
     aten.squeeze.dims,
 )
 def _reshape(r: Rewriter, n: Node, x: Node, *_: Any) -> Node:
-    """All views that keep the order of elements -> one reshape."""
+    """Replaces each view that keeps the order of elements, such as unsqueeze, by a reshape."""
     return r.reshape(x, shape(n))
 
 
 @spells(aten.alias.default, aten.detach.default, aten.lift_fresh.default)
 def _alias(r: Rewriter, n: Node, x: Node, *_: Any) -> Node:
-    """An op that returns its argument unchanged -> the argument."""
+    """Removes ops that return their argument unchanged."""
     return x
 
 
 @spells(aten.clone.default)
 def _clone(r: Rewriter, n: Node, x: Node, *_: Any) -> Node:
-    """A copy -> the value itself. A copy of a part stays: whoever keeps it does not keep the whole."""
+    """Removes a copy, because a node stands for a value wherever it lies in memory.
+
+    A copy of a part of a tensor stays. Models make it so that the whole tensor can be freed.
+    """
     if not has(x, steps.cut):
         return x
     return cats.padded_part(r, n, x) or r.like(steps.copy, (x,), n)
@@ -139,7 +144,10 @@ def _expand(r: Rewriter, n: Node, x: Node, *_: Any) -> Node:
 
 @spells(aten.repeat.default)
 def _repeat(r: Rewriter, n: Node, x: Node, times: Sequence[int]) -> Node:
-    """A repetition of axes -> expand, with a new axis before each axis that has more than one element."""
+    """Replaces ``repeat`` by ``expand`` and a reshape.
+
+    An axis with more than one element gets a new axis before it, along which it is expanded.
+    """
     before = (1,) * (rank(n) - rank(x)) + shape(x)
     axes = [(t, s) if t != 1 != s else (t * s,) for t, s in zip(times, before, strict=True)]
     single = [(1, s) if len(pair) == 2 else (s,) for pair, s in zip(axes, before, strict=True)]
@@ -167,14 +175,17 @@ def _select(r: Rewriter, n: Node, x: Node, dim: int, index: int) -> Node:
 def _cast(
     r: Rewriter, n: Node, x: Node, _dtype: Any, layout: Any, _device: Any, pinned: Any, *_: Any
 ) -> Node | None:
-    """A conversion on one device -> a cast. Conversions to other devices stay."""
+    """Replaces a conversion to another dtype by ``steps.cast``. Conversions to other devices stay."""
     stays = n.meta["device"] == x.meta["device"] and layout in (None, torch.strided) and not pinned
     return r.cast(x, dtype(n)) if stays and dtype(x).is_complex == dtype(n).is_complex else None
 
 
 @spells(aten.view_as_complex.default, aten.view.dtype)
 def _other_elements(r: Rewriter, n: Node, x: Node, *more: Any) -> Node:
-    """A view in another dtype -> the same view of a contiguous tensor, which such views need."""
+    """Makes the argument of a view in another dtype contiguous.
+
+    Such views need neighboring elements in memory, and the kernels of a plan may write channels-last.
+    """
     dense = r.like(aten.contiguous.default, (x,), x)
     return r.like(n.target, (dense, *more), n)
 
@@ -191,7 +202,7 @@ def _pixel_shuffle(r: Rewriter, n: Node, x: Node, k: int) -> Node:
 
 @spells(aten.pixel_unshuffle.default)
 def _pixel_unshuffle(r: Rewriter, n: Node, x: Node, k: int) -> Node:
-    """A square of k x k pixels becomes k * k channels of one pixel -> views."""
+    """Replaces ``pixel_unshuffle``, which makes k * k channels from k x k pixels, by views."""
     *samples, C, H, W = shape(x)
     d = len(samples)
     y = r.reshape(x, (*samples, C, H // k, k, W // k, k))
@@ -206,7 +217,7 @@ spells(aten.cat.default)(cats.cat)
 
 @spells(aten.stack.default)
 def _stack(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
-    """A stack -> cat of parts with one more axis."""
+    """Replaces a stack by a cat of parts with one more axis."""
     dim %= rank(n)
     to = (*shape(n)[:dim], 1, *shape(n)[dim + 1 :])
     return cats.cat(r, n, [r.reshape(p, to) for p in parts], dim)
@@ -214,7 +225,7 @@ def _stack(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None
 
 @spells(aten.slice_scatter.default)
 def _overwritten(r: Rewriter, n: Node, x: Node, part: Node, *_: Any) -> Node | None:
-    """A write over all of a tensor -> what is written."""
+    """Replaces a write over all elements of a tensor by the value that is written."""
     return part if shape(part) == shape(n) else None
 
 
@@ -249,7 +260,11 @@ def _pad(r: Rewriter, n: Node, x: Node, pads: Sequence[int], mode: str, value: f
     aten._upsample_nearest_exact3d.default,
 )
 def _upsample(r: Rewriter, n: Node, x: Node, size: Sequence[int], *scales: float | None) -> Node | None:
-    """Upsampling by a power of two -> ``steps.upsample``. For others PyTorch's indices depend on rounding."""
+    """Replaces nearest upsampling by powers of two by ``steps.upsample``.
+
+    For other factors the op stays, because the source of an element then depends on how PyTorch rounds. A
+    cast before the upsampling is moved behind it.
+    """
     sizes = list(zip(shape(n)[2:], shape(x)[2:], strict=True))
     times = tuple(large // small for large, small in sizes)
     if any(t & (t - 1) or t * s[1] != s[0] for t, s in zip(times, sizes, strict=True)):
@@ -266,8 +281,11 @@ def _upsample(r: Rewriter, n: Node, x: Node, size: Sequence[int], *scales: float
 
 @spells(aten.avg_pool1d.default, aten.avg_pool2d.default)
 def _average(r: Rewriter, n: Node, x: Node, size: Any, stride: Any, padding: Any, *more: Any) -> Node | None:
-    """Means of successive elements along one axis, with or without a rest -> ``mean_windows``."""
-    is_plain = dtype(x).is_floating_point and (len(more) < 3 or more[2] is None)  # no other divisor
+    """Replaces average pooling along one axis by ``steps.mean_windows``, if windows are side by side.
+
+    Elements after the last whole window are cut off first.
+    """
+    is_plain = dtype(x).is_floating_point and (len(more) < 3 or more[2] is None)  # no ``divisor_override``
     d = 1 if n.target is aten.avg_pool1d.default else 2
     axes = [rank(x) - d + i for i, length in enumerate(size) if length > 1] if len(size) == d else []
     if len(axes) != 1 or not is_plain or any(padding) or list(stride or size) != list(size):
@@ -275,7 +293,7 @@ def _average(r: Rewriter, n: Node, x: Node, size: Any, stride: Any, padding: Any
     (axis,), length = axes, max(size)
     used = shape(n)[axis] * length
     if used > shape(x)[axis]:
-        return None  # the last mean is one of fewer elements
+        return None  # the last window has fewer elements than the others
     return r.like(steps.mean_windows, (r.cut(x, axis, 0, used), axis, length), n)
 
 
@@ -283,7 +301,7 @@ def _average(r: Rewriter, n: Node, x: Node, size: Any, stride: Any, padding: Any
 def _mean_of_cells(
     r: Rewriter, n: Node, x: Node, kernel: Sequence[int], stride: Any, padding: Any, *more: Any
 ) -> Node | None:
-    """Means of cells that neither overlap nor leave gaps -> a mean of views."""
+    """Replaces average pooling whose windows neither overlap nor leave gaps by a mean over axes of a view."""
     d = 3 if n.target is aten.avg_pool3d.default else 2
     cell, step = ([*size] * (d // len(size)) for size in (kernel, stride or kernel))
     rounds_up, _, divisor = more
@@ -304,7 +322,7 @@ def _mean_of_cells(
 
 @spells(aten.convolution.default)
 def _convolution(r: Rewriter, n: Node, x: Node, *more: Any) -> Node | None:
-    """A convolution of images or videos -> ``steps.conv``."""
+    """Replaces a convolution of images or videos by ``steps.conv``."""
     return r.like(steps.conv, (x, *more), n) if rank(n) in (4, 5) else None
 
 
@@ -317,13 +335,13 @@ def _linear(r: Rewriter, n: Node, x: Node, w: Node, bias: Node | None) -> Node |
 
 @spells(aten.mm.default)
 def _mm(r: Rewriter, n: Node, x: Node, w: Node) -> Node | None:
-    """A product with a transposed matrix -> a linear layer."""
+    """Replaces a product with a transposed matrix by a linear layer."""
     return _product(r, n, x, w.args[0]) if has(w, steps.permute) else None
 
 
 @spells(aten.addmm.default)
 def _addmm(r: Rewriter, n: Node, bias: Node, x: Node, w: Node, beta: float, alpha: float) -> Node | None:
-    """A product with a transposed matrix, plus a row -> a linear layer."""
+    """Replaces a product with a transposed matrix, plus a row, by a linear layer with a bias."""
     if not has(w, steps.permute) or shape(bias) != shape(n)[1:] or not beta == alpha == 1:
         return None
     return _product(r, n, x, w.args[0], bias)
@@ -331,7 +349,7 @@ def _addmm(r: Rewriter, n: Node, bias: Node, x: Node, w: Node, beta: float, alph
 
 @spells(aten.bmm.default)
 def _bmm(r: Rewriter, n: Node, x: Node, w: Node) -> Node | None:
-    """A product of a batch with one transposed matrix for all samples -> a linear layer."""
+    """Replaces a batched product in which all samples have the same transposed matrix by a linear layer."""
     matrix: Any = w.args[0] if has(w, steps.expand) else None
     matrix = matrix.args[0] if has(matrix, steps.reshape) else matrix
     is_one = has(matrix, steps.permute) and shape(matrix) == shape(w)[1:]
@@ -339,21 +357,21 @@ def _bmm(r: Rewriter, n: Node, x: Node, w: Node) -> Node | None:
 
 
 def _product(r: Rewriter, n: Node, x: Node, w: Node, bias: Node | None = None) -> Node:
-    """``steps.linear``, of the value before x was reshaped if its last axis is the same."""
+    """Makes a call of ``steps.linear``. A reshape before it that keeps rows is moved behind it."""
     x = _rows_of(x)
     y = r.new(steps.linear, (x, w, bias), (*shape(x)[:-1], shape(w)[0]), dtype(n))
     return r.reshape(y, shape(n))
 
 
 def _rows_of(x: Node) -> Node:
-    """The value before x was reshaped, if its rows along the last axis are the rows of x. Else x."""
+    """Returns the value before x was reshaped, if its rows along the last axis are the rows of x. Else x."""
     source: Any = x.args[0] if has(x, steps.reshape) else x
     return source if rank(source) > 1 and shape(source)[-1] == shape(x)[-1] else x
 
 
 @spells(aten.add.Tensor)
 def _bias(r: Rewriter, n: Node, *_: Any) -> Node | None:
-    """A product plus a row -> a linear layer with a bias."""
+    """Replaces a linear layer without bias, plus a row, by a linear layer with a bias."""
     for y, row in operands(n):
         product: Any = _rows_of(y) if rank(y) else y
         if not has(product, steps.linear) or product.args[2] is not None or shape(y) != shape(n):
@@ -364,7 +382,7 @@ def _bias(r: Rewriter, n: Node, *_: Any) -> Node | None:
 
 
 def _readers(n: Any) -> int:
-    """The number of nodes that read ``n``, without those whose value nobody reads."""
+    """The number of nodes that read ``n``. Nodes whose own value is never read do not count."""
     return sum(bool(u.users) or u.op == "output" or writes(u.target) for u in n.users)
 
 
@@ -372,10 +390,11 @@ def _readers(n: Any) -> int:
 def _attention(
     r: Rewriter, n: Node, q: Node, k: Node, v: Node, mask: Any, dropout: float, *more: Any
 ) -> Node | None:
-    """Attention without an axis of heads -> attention of one head, which kernels take.
+    """Replaces ``scaled_dot_product_attention`` by ``steps.attention``, if possible without a mask.
 
-    A mask that is a triangle -> causal attention. Attention to a single key -> its value. A mask that hides
-    later frames from each frame -> attention of each frame to the keys that it sees.
+    Attention without an axis of heads gets one head, which fast kernels need. A triangular mask becomes
+    causal attention. If there is only one key, the result is its value. If a mask hides later frames from
+    each frame, attention runs once for each frame, with the keys that it sees.
     """
     if dropout:
         return None
@@ -410,19 +429,22 @@ def _attention_of_stairs(
 
 
 def _stairs(mask: Node) -> list[tuple[int, int]] | None:
-    """(number of queries, number of keys that they see) for a constant mask whose queries see the first keys.
+    """Splits the queries of a mask into runs of neighbors that see the same number of keys.
 
-    There is one pair for each run of queries that see equally many keys. None for other masks. None too if
-    the runs are short, because attention would run once for each.
+    Returns (number of queries, number of keys that they see) for each run. Returns None if ``mask`` is not a
+    constant, if a query sees other keys than the first ones, or if the runs are so short that attention
+    should not run once for each.
     """
     last, n = shape(mask)[-2:], mask
     while has(n, steps.cast, steps.reshape, steps.expand, aten._to_copy.default) and shape(n)[-2:] == last:
         if dtype(n).is_floating_point != dtype(n.args[0]).is_floating_point:
-            return None  # as a bool, -inf is True
+            return None  # a cast of -inf to bool gives True, so the mask would mean the opposite
         n = n.args[0]
     if not has(n, aten.index_select.default) or n.args[1] != 0 or 0 in last:
         return None
-    values, which = (_constant(a) for a in (n.args[0], n.args[2]))  # as ``trace/fills.py`` makes them
+    # ``trace/fills.py`` makes masks that the model's code fills row by row: constants with the rows that
+    # differ, and with the index of the row for each query.
+    values, which = (_constant(a) for a in (n.args[0], n.args[2]))
     if values is None or which is None:
         return None
     is_seen = values if values.dtype is torch.bool else values == 0
@@ -437,7 +459,7 @@ def _stairs(mask: Node) -> list[tuple[int, int]] | None:
 
 
 def _constant(n: Node) -> Any:
-    """The value of ``n``, on the CPU, if ``n`` is a constant or a copy of one. Else None."""
+    """Returns the value of ``n``, a tensor on the CPU, if ``n`` is a constant or a copy of one. Else None."""
     if has(n, aten._to_copy.default) and dtype(n) == dtype(n.args[0]):
         n = n.args[0]
     owner: Any = n.graph.owning_module
@@ -445,7 +467,7 @@ def _constant(n: Node) -> Any:
 
 
 def _is_triangle(mask: Any) -> bool:
-    """True if a mask hides from each query the keys after it, and nothing else."""
+    """True if ``mask`` hides from each query exactly the keys that come after it."""
     if dtype(mask) != torch.bool or shape(mask)[-1] != shape(mask)[-2]:
         return False
     ones = shape(mask)[-2:]
@@ -468,7 +490,10 @@ def _group_norm(
 
 @spells(operator.getitem)
 def _first_of_native_group_norm(r: Rewriter, n: Node, norm: Node, i: int) -> Node | None:
-    """The first result of ``native_group_norm`` -> a GroupNorm. The others are mean and 1 / deviation."""
+    """Replaces the first result of ``native_group_norm`` by a GroupNorm.
+
+    The other results stay. They are the mean, and one divided by the standard deviation.
+    """
     if i or not has(norm, aten.native_group_norm.default):
         return None
     x, w, b, _, _, _, groups, eps = arguments(norm)
@@ -501,7 +526,7 @@ def _unchanged(n: Node, x: Node) -> Node | None:
 
 @spells(aten.mul.Tensor)
 def _silu(r: Rewriter, n: Node, *_: Any) -> Node | None:
-    """x * sigmoid(x) -> silu."""
+    """Replaces x * sigmoid(x) by silu."""
     for x, gate in operands(n):
         if has(gate, aten.sigmoid.default) and gate.args[0] is x and dtype(x).is_floating_point:
             return r.like(aten.silu.default, (x,), n)
@@ -510,7 +535,7 @@ def _silu(r: Rewriter, n: Node, *_: Any) -> Node | None:
 
 @spells(aten.pow.Tensor_Scalar)
 def _square(r: Rewriter, n: Node, x: Node, exponent: float) -> Node | None:
-    """A square -> a product."""
+    """Replaces a square by the product of x with itself."""
     return r.like(aten.mul.Tensor, (x, x), n) if exponent == 2 and dtype(x) == dtype(n) else None
 
 
@@ -536,12 +561,15 @@ def _new_full(r: Rewriter, n: Node, _: Any, size: Any, value: Any, *more: Any) -
 
 @spells(aten.fill.Tensor)
 def _fill(r: Rewriter, n: Node, x: Node, value: Node) -> Node:
-    """A fill of x with the tensor ``value``: only the shape of x counts."""
+    """Replaces a fill of x with ``value``, a tensor of one number, by an expanded ``value``.
+
+    The values of x do not matter.
+    """
     if value.meta["device"] == n.meta["device"]:
         return r.cast(r.new(steps.expand, (value, shape(n)), shape(n), dtype(value)), dtype(n))
     return r.like(aten.fill.Tensor, (_filled(r, n, 0), value), n)
 
 
 def _filled(r: Rewriter, n: Node, value: Any) -> Node:
-    """A tensor of the shape of n, filled with one number."""
+    """Makes a tensor with the shape, dtype and device of n, filled with the number ``value``."""
     return r.like(aten.full.default, (shape(n), value), n, dtype=dtype(n), device=n.meta["device"])

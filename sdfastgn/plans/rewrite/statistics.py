@@ -1,4 +1,8 @@
-"""Statistics for GroupNorms from the step that writes their input."""
+"""Lets the kernel that writes the input of a GroupNorm also compute statistics for the norm.
+
+Statistics are sums from which the norm gets mean and variance. With them the norm need not read its input an
+extra time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,8 @@ from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.rewrite.views import merged_views
 from sdfastgn.plans.run import steps
 
-# Step that can compute statistics of its result -> index of its argument ``emits``.
+# For each function in ``steps`` that can compute statistics of its result for a GroupNorm: the index of its
+# argument ``emits``, which turns this on.
 _EMITS = {steps.add: 4, steps.add_bias_: 2, steps.blend: 5, steps.cat_two: 2, steps.upsample_conv: 3}
 
 
@@ -27,12 +32,15 @@ def statistics(graph: fx.Graph) -> fx.Graph:
 
 
 def wants_statistics(x: Node) -> bool:
-    """True if a GroupNorm of x, or of its frames, is faster if it gets the statistics of x."""
+    """True if a GroupNorm reads x, and is faster if the kernel that writes x computes statistics."""
     return any(True for _ in _norms_of(x))
 
 
 def _norms_of(x: Node) -> Iterator[Node]:
-    """GroupNorms of x and of its views that are faster with statistics of x."""
+    """Yields the GroupNorms of x, and of its views, that are faster if statistics of x are known.
+
+    Statistics are sums from which a norm gets mean and variance.
+    """
     for u in x.users:
         if _takes_statistics(u, x):
             yield u
@@ -45,12 +53,12 @@ def _norms_of(x: Node) -> Iterator[Node]:
 
 
 def _is_alike(view: Any) -> bool:
-    """True if ``view`` has the same channels and positions as what it reads, such as an image as a video."""
+    """True if ``view`` is a reshape that keeps samples and channels, such as from an image to a video."""
     return has(view, steps.reshape) and rank(view) > 2 and shape(view)[:2] == shape(view.args[0])[:2]
 
 
 def _images_of(n: Any) -> Node | None:
-    """The video whose frames, in order, are the images ``n``. None if ``n`` is something else."""
+    """Returns the video whose frames, in order, are the images ``n``. None if ``n`` is something else."""
     frames: Any = n.args[0] if has(n, steps.reshape) and rank(n) == 4 else None
     if not has(frames, steps.permute) or frames.args[1] != TO_FRAMES:
         return None
@@ -59,7 +67,7 @@ def _images_of(n: Any) -> Node | None:
 
 
 def _video_of(n: Any) -> Node | None:
-    """The images that are the frames of the video ``n``, in order. None if ``n`` is something else."""
+    """Returns the images that are, in order, the frames of the video ``n``. None if there are none."""
     frames: Any = n.args[0] if has(n, steps.permute) and n.args[1] == TO_FRAMES else None
     if not has(frames, steps.reshape) or rank(frames.args[0]) != 4:
         return None
@@ -79,14 +87,17 @@ def _takes_statistics(n: Any, x: Node) -> bool:
 
 
 def _is_of_frames(n: Any) -> bool:
-    """True if the GroupNorm ``n`` needs statistics of each frame, or of each image."""
+    """True if the GroupNorm ``n`` needs separate statistics for each frame of a video, or reads images."""
     if has(n, steps.frames):
         return n.args[8].framewise or n.args[8].pads_first
     return n.args[8] or rank(n.args[0]) == 4
 
 
 def in_images(r: Rewriter, n: Any) -> None:
-    """A sum of videos, and a GroupNorm that needs statistics of each frame -> a sum of images."""
+    """Lets a sum of videos read their frames as images, if the next GroupNorm needs statistics of each frame.
+
+    The kernel of the sum computes statistics of each sample, and each image is one.
+    """
     y = next((u for u in n.users if u.args[1] == 0), None)
     if y is None or rank(y) != 5 or shape(y)[2] == 1 or not any(map(_is_of_frames, _norms_of(y))):
         return
@@ -97,7 +108,10 @@ def in_images(r: Rewriter, n: Any) -> None:
 
 
 def channels_of_two(r: Rewriter, n: Any) -> Node | None:
-    """The channels of two tensors side by side, for a GroupNorm -> ``cat_two``, which computes statistics."""
+    """Replaces a cat of the channels of two tensors before a GroupNorm by one kernel, ``steps.cat_two``.
+
+    The kernel can also compute sums from which the norm gets mean and variance.
+    """
     parts, dim = n.args
     if dim != 1 or len(parts) != 2 or not wants_statistics(n):
         return None
@@ -105,7 +119,10 @@ def channels_of_two(r: Rewriter, n: Any) -> Node | None:
 
 
 def known_statistics(r: Rewriter, n: Any) -> Node | None:
-    """A GroupNorm of a tensor that a step has just written -> this step also computes the statistics."""
+    """Lets the kernel that writes the input of a GroupNorm also compute statistics for the norm.
+
+    Statistics are sums from which a norm gets mean and variance.
+    """
     x = n.args[0]
     if not _takes_statistics(n, x):
         return None
@@ -114,7 +131,7 @@ def known_statistics(r: Rewriter, n: Any) -> Node | None:
     if not has(x, operator.getitem) or x.args[1] != 0 or not has(x.args[0], *_EMITS):
         return None
     if _is_of_frames(n) and rank(x) == 5 and shape(x)[2] > 1:
-        return None  # the step computes statistics of the whole video
+        return None  # the kernel would compute statistics of the whole video, and not of each frame
     writer = x.args[0]
     writer.update_arg(_EMITS[writer.target], True)
     known = next((u for u in writer.users if u.args[1] == 1), None) or r.new(operator.getitem, (writer, 1))

@@ -1,4 +1,8 @@
-"""Sums of images and videos: residuals, biases, embeddings and activations go into one step or a norm."""
+"""Rules for sums of images and videos, such as residual sums.
+
+One kernel computes a sum together with the bias of a convolution, a division and an activation. A bias or an
+embedding that is added before a norm is added by the kernel of the norm.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +36,10 @@ from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.aliases import base
 
 aten = torch.ops.aten
-# Norm -> index of its argument ``shift``.
+# For each function in ``steps`` that computes a norm: the index of its argument ``shift``, which it adds to
+# its input.
 _SHIFT = {steps.group_norm: 6, steps.channel_norm: 7, steps.frames: 7}
-# Sum -> index of its argument ``activation``.
+# For each function in ``steps`` that computes a sum: the index of its argument ``activation``.
 _ACTIVATION = {steps.add: 5, steps.add_bias_: 3}
 
 
@@ -50,14 +55,17 @@ def shifts(graph: fx.Graph) -> fx.Graph:
 
 
 def activated_sums(graph: fx.Graph) -> fx.Graph:
-    """Activations go into the sums before them. This pass follows ``biases``, which makes the last sums."""
+    """Lets sums also compute the activations after them.
+
+    This pass runs after the pass ``biases``, because that one still makes new sums.
+    """
     return apply(graph, activated_sum, *ACTIVATIONS)
 
 
 def behind_views(r: Rewriter, n: Any) -> None:
-    """A bias, then views that keep the axis of the channels -> the views, then the bias."""
+    """Moves a bias behind the views after it, if these keep the axis of the channels."""
     views, last = [], 0
-    v, axis = n, 1  # axis: of the channels, in v
+    v, axis = n, 1  # the axis on which v has the channels
     while is_only(v) and has(user(v), steps.reshape, steps.permute):
         v = user(v)
         found = axis_after(v, axis)
@@ -74,7 +82,7 @@ def behind_views(r: Rewriter, n: Any) -> None:
 
 
 def divided_sum(r: Rewriter, n: Any) -> Node | None:
-    """(h + bias + residual) / number -> one ``steps.add``."""
+    """Replaces (h + bias + residual) / number by one kernel, ``steps.add``."""
     total, divisor = n.args[0], number(n)
     if not has(total, aten.add.Tensor) or not is_only(total) or not divisor or dtype(n) != dtype(total):
         return None
@@ -82,7 +90,11 @@ def divided_sum(r: Rewriter, n: Any) -> Node | None:
 
 
 def residual_sum(r: Rewriter, n: Any) -> Node | None:
-    """h + bias + residual -> one ``steps.add``. Also h + residual, for statistics or an activation."""
+    """Replaces h + bias + residual by one kernel, ``steps.add``.
+
+    A sum without a bias is replaced only if an activation follows it, or a GroupNorm that is faster with
+    the sums for mean and variance that the kernel can compute.
+    """
     if not _is_residual(n):
         return None
     has_bias = any(has(t, bias_of) and is_only(t) for t in n.args)
@@ -90,13 +102,14 @@ def residual_sum(r: Rewriter, n: Any) -> Node | None:
         return _added(r, n, n, 1.0)
     if not wants_statistics(n):
         return None
-    # To read an operand where it lies saves more than statistics, unless its copy also adds a bias.
+    # If an operand is a reshape that must copy, it is better to read it without the copy than to compute
+    # statistics. But if that copy also adds a bias, it is needed anyway.
     is_moved = any(is_copied(t) and not has(base(t), bias_of) for t in n.args)
     return (sum_of_views(r, n) if is_moved else None) or _added(r, n, n, 1.0)
 
 
 def _is_residual(n: Any) -> bool:
-    """True for a sum of two images or videos of the same shape and dtype, which a kernel can add."""
+    """True if ``n`` is a sum of two different images or videos of one shape, in a dtype of our kernels."""
     a, b = next(operands(n), (None, None))
     if a is None or b is None or a is b or rank(n) < 4 or 0 in shape(n):
         return False
@@ -126,7 +139,10 @@ def activated_sum(r: Rewriter, n: Any) -> Node | None:
 
 
 def shifted_norm(r: Rewriter, n: Any) -> Node | None:
-    """A bias or an embedding of each sample, or both, then a norm -> a norm that adds them as ``shift``."""
+    """Lets a norm add a bias, or an embedding with one number a channel, that is added to its input.
+
+    The norm adds them as its argument ``shift``.
+    """
     x, i = n.args[0], _SHIFT[n.target]
     args = [*n.args, *[None] * (i + 1 - len(n.args))]
     if not is_only(x) or args[i] is not None:
@@ -140,7 +156,10 @@ def shifted_norm(r: Rewriter, n: Any) -> Node | None:
 
 
 def _embedded(r: Rewriter, x: Any) -> tuple[Any, Node] | None:
-    """(h, shift) if x is h plus a tensor with one number a channel. The shift includes a bias of h."""
+    """Returns (h, shift) if x is h plus a tensor with one number a channel. Else None.
+
+    If h is itself a sum with a bias, the shift includes the bias, and h is the value before it.
+    """
     for h, t in operands(x) if has(x, aten.add.Tensor) else ():
         if not is_column(t, x) or shape(h) != shape(x) or dtype(t) != dtype(h):
             continue

@@ -1,4 +1,7 @@
-"""Steps of transformers: sums before layer norms, gated activations, and what products take in."""
+"""Rules for transformers: sums before layer norms, gated activations, and linear layers.
+
+Linear layers compute sums and activations after them, or read concatenated inputs without the concatenation.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +35,17 @@ from sdfastgn.plans.rewrite.views import applied
 from sdfastgn.plans.run import steps
 
 aten = torch.ops.aten
-# Dtypes of products that compute an activation.
+# In these dtypes a linear layer can also compute the GELU after it.
 HALVES = (torch.float16, torch.bfloat16)
-# Dtypes of sums of products. A part of a sum may be much larger than the sum, and has no place in fp16.
+# In these dtypes a linear layer of concatenated inputs may become a sum of linear layers. In fp16 it may not,
+# because a term of the sum can be beyond fp16's range although the sum is not.
 _ADDED = (torch.bfloat16, torch.float32)
-# Bytes. Matrix products on tensor cores need rows at multiples of it.
+# Bytes. Matrix products on tensor cores need rows that begin at multiples of this number.
 _ALIGNMENT = 16
 
 
 def tokens(graph: fx.Graph) -> fx.Graph:
-    """Sums go into the layer norms and products beside them. Gates, few rows and cats get their steps."""
+    """Joins sums, layer norms, linear layers, gated activations and concatenations to fewer kernels."""
     graph = apply(_add_before_norms(graph), _gated, aten.mul.Tensor)
     graph = apply(graph, _few_rows, steps.linear)
     graph = apply(graph, _activated_product, aten.gelu.default)
@@ -53,7 +57,10 @@ def tokens(graph: fx.Graph) -> fx.Graph:
 
 
 def _add_before_norms(graph: fx.Graph) -> fx.Graph:
-    """layer_norm(a + b) -> ``add_layer_norm``. A product that is then added to a + b is added in place."""
+    """Replaces layer_norm(a + b) by ``steps.add_layer_norm``, which returns the sum and its norm.
+
+    If the result of a linear layer is added to a + b later, the layer adds it in place.
+    """
     r = Rewriter(graph)
     later: Any = _sums_in_place(graph)
     in_place = {total for total, _ in later.values()}
@@ -75,7 +82,10 @@ def _add_before_norms(graph: fx.Graph) -> fx.Graph:
 
 
 def _norm_of_sum(r: Rewriter, total: Node, norm: Sequence[Any], bias: Node | None) -> Node:
-    """The step for (layer_norm(total), total + bias). It reads rows that are repeated in the sum once."""
+    """Makes a node that computes layer_norm(total) and total + bias in one kernel. ``total`` is a sum.
+
+    If rows of a summand are repeated by views, the kernel reads each of them once.
+    """
     for x, added in operands(total):
         found = grouped_rows(r, added)
         if found is not None:
@@ -85,11 +95,15 @@ def _norm_of_sum(r: Rewriter, total: Node, norm: Sequence[Any], bias: Node | Non
 
 
 def _sums_in_place(graph: fx.Graph) -> dict[Node, tuple[Node, Any]]:
-    """a + b -> (total, product): total = (a + b) + product may be written over a + b.
+    """Finds the sums that a linear layer can add in place.
 
-    Only a layer norm reads a + b besides, and nobody else reads the product. ``add_layer_norm`` then makes
-    a + b as a new tensor, and adds the product's bias to it. So every other sum of a chain can be written in
-    place. The last one is, because no norm follows it that could add.
+    Returns a dict: for a node a + b, the nodes (total, product) if total is (a + b) + product and may be
+    written over a + b. The product must be a linear layer that only this sum reads, and besides this sum only
+    a layer norm may read a + b.
+
+    ``add_layer_norm`` writes a + b to a new tensor, and already adds the bias of the linear layer to it. In a
+    chain of sums every other one can be written in place. They are chosen so that the last sum is one of
+    them, because no norm follows it whose kernel could compute it.
     """
     found: dict[Node, tuple[Node, Any]] = {}
     for total in reversed(graph.nodes):
@@ -103,7 +117,7 @@ def _sums_in_place(graph: fx.Graph) -> dict[Node, tuple[Node, Any]]:
 
 
 def _is_read_by_norm_and(total: Node, before: Node) -> bool:
-    """True if one layer norm, of rows of ``before``, and ``total`` read ``before``, and no other node."""
+    """True if exactly two nodes read ``before``: ``total``, and a layer norm of it."""
     norm: Any = next((u for u in before.users if u is not total), None)
     return has(norm, steps.layer_norm) and norm.args[0] is before and set(before.users) == {total, norm}
 
@@ -120,7 +134,7 @@ def _is_sum(n: Any) -> bool:
 
 
 def _gated(r: Rewriter, n: Node) -> Node | None:
-    """value * activation(gate), of one shape and dtype -> ``gated``, which does not round the activation."""
+    """Replaces value * activation(gate) by one kernel, which does not round the activation."""
     for value, factor in operands(n):
         activated, views = _before_views(factor, n)
         name = activation(activated)
@@ -133,9 +147,10 @@ def _gated(r: Rewriter, n: Node) -> Node | None:
 
 
 def _before_views(n: Node, root: Node) -> tuple[Any, list[Node]]:
-    """(value, views): n is the value after these views, and after casts that ``uncast`` takes away.
+    """Goes back from n, over views and casts, to an activation. Returns it, and the views in order.
 
-    Nobody but n reads the results of the views and casts between.
+    Only casts to dtypes at least as wide as that of ``root`` are passed over. Each value on the way has only
+    one reader.
     """
     views: list[Node] = []
     while is_only(n) and activation(n) is None:
@@ -148,7 +163,7 @@ def _before_views(n: Node, root: Node) -> tuple[Any, list[Node]]:
 
 
 def _few_rows(r: Rewriter, n: Node) -> Node | None:
-    """linear(activation(x)) of few rows -> ``act_linear``."""
+    """Replaces linear(activation(x)) of few rows, such as a timestep's embedding, by one kernel."""
     if rank(n) != 2 or not has_few_rows(shape(n)[0]):
         return None
     activated: Any = n.args[0]
@@ -157,7 +172,7 @@ def _few_rows(r: Rewriter, n: Node) -> Node | None:
 
 
 def _activated_product(r: Rewriter, n: Node) -> Node | None:
-    """GELU, in its tanh form, of a linear layer with a bias in 16 bits -> ``linear_gelu``."""
+    """Replaces a 16-bit linear layer with a bias, and the GELU in tanh form after it, by ``linear_gelu``."""
     product = n.args[0]
     if activation(n) != "gelu_tanh" or not has(product, steps.linear) or not is_only(product):
         return None
@@ -170,9 +185,10 @@ def _activated_product(r: Rewriter, n: Node) -> Node | None:
 
 
 def _product_of_cat(r: Rewriter, n: Node) -> Node | None:
-    """linear(cat(parts)) of many rows -> the sum of the products of the parts, in one tensor.
+    """Replaces linear(cat(parts)) of many rows by a sum of linear layers, one for each part, without the cat.
 
-    The result is rounded after each product. So the smallest part, which adds least, is the first.
+    All of them add to the same tensor. It is rounded after each one. So the part with the fewest columns,
+    which adds least, comes first.
     """
     cat, weight, bias = n.args
     if not has(cat, steps.cat) or not is_only(cat) or cat.args[1] != rank(cat) - 1 or dtype(n) not in _ADDED:
@@ -182,7 +198,8 @@ def _product_of_cat(r: Rewriter, n: Node) -> Node | None:
     parts = sorted(zip(cat.args[0], ends, strict=False), key=lambda part: shape(part[0])[-1])
     has_many_rows = math.prod(shape(n)[:-1]) > 0 and not has_few_rows(math.prod(shape(n)[:-1]))
     are_aligned = all(end * dtype(weight).itemsize % _ALIGNMENT == 0 for end in ends)
-    # A cat reads and writes K elements of a row, and each further product N.
+    # Per row, the cat reads and writes K elements. Each linear layer after the first reads and writes the N
+    # elements of the result once more.
     if not has_many_rows or not are_aligned or (len(parts) - 1) * N >= K:
         return None
     total = None
@@ -196,7 +213,10 @@ def _product_of_cat(r: Rewriter, n: Node) -> Node | None:
 
 
 def _one_more_row(r: Rewriter, n: Node) -> Node | None:
-    """``act_linear`` plus a row, such as the bias of a convolution -> its second bias."""
+    """Lets the kernel for linear(activation(x)) add a row that is added to its result, as a second bias.
+
+    An example is the bias of the convolution to whose result an embedding is added.
+    """
     for y, row in operands(n):
         takes_row = has(y, steps.act_linear) and is_only(y) and y.args[4] is None and dtype(y) == dtype(n)
         if takes_row and shape(row) == shape(n)[1:] and dtype(row).is_floating_point and shape(y) == shape(n):

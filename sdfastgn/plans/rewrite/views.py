@@ -1,4 +1,8 @@
-"""Views move behind norms and pointwise ops, so that these get images or videos with channels on axis 1."""
+"""Moves reshapes and permutations behind norms and activations.
+
+The kernels of norms need images or videos with the channels on axis 1. Models often reshape or permute these
+before a norm.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,12 @@ from sdfastgn.plans.run import steps
 
 
 def merged_views(graph: fx.Graph) -> fx.Graph:
-    """Reshapes of reshapes and permutations of permutations become one."""
+    """Replaces several reshapes in a row, or several permutations in a row, by one."""
     return apply(graph, _merged, steps.reshape, steps.permute)
 
 
 def sink_views(graph: fx.Graph) -> fx.Graph:
-    """norm(views(x)) -> views(norm(x)), and the same for activations."""
+    """Replaces norm(views(x)) by views(norm(x)), and does the same for activations and means of windows."""
     graph = apply(merged_views(graph), _before_views, steps.channel_norm, steps.group_norm, *ACTIVATIONS)
     graph = apply(graph, _windows_before_views, steps.mean_windows)
     graph = apply(graph, _cat_before_views, steps.cat)
@@ -29,12 +33,12 @@ def sink_views(graph: fx.Graph) -> fx.Graph:
 
 
 def _merged(r: Rewriter, n: Node) -> Node | None:
-    """A view of a view -> one view, if one view can compute both."""
+    """Joins a view with the view before it, if one view can do both."""
     return applied(r, [n], n.args[0]) if has(n.args[0], steps.reshape, steps.permute) else None
 
 
 def _before_views(r: Rewriter, n: Node) -> Node | None:
-    """A norm or an activation of views -> views of a norm or an activation."""
+    """Moves views before a norm or an activation behind it."""
     x, views = _channel_views(n.args[0])
     if not views:
         return None
@@ -42,18 +46,22 @@ def _before_views(r: Rewriter, n: Node) -> Node | None:
     if has(n, steps.group_norm) and not _keeps_samples(views):
         if not _is_frames_as_images(x, views):
             return None
-        args[8] = True  # each frame is normalized by itself
+        args[8] = True  # the argument ``framewise``: each frame is normalized by itself
     return applied(r, views, r.like(n.target, args, x, **n.kwargs))
 
 
 def _windows_before_views(r: Rewriter, n: Node) -> Node | None:
-    """Means of windows of views of an image or a video -> views of means of windows."""
+    """Moves views of an image or video that come before average pooling (``mean_windows``) behind it."""
     along = _along(r, n, n.args[1])
     return along.whole(r, along.x) if along.views and rank(along.x) in (4, 5) else None
 
 
 def _cat_before_views(r: Rewriter, n: Any) -> Node | None:
-    """A cat of equal views of parts of a video and of means of its frames -> these views of a cat."""
+    """Moves equal views of all parts of a cat behind the cat.
+
+    The parts must be images or videos, and at least one of them must be the result of average pooling along
+    the axis of the cat (``steps.mean_windows``).
+    """
     parts = [_along(r, p, n.args[1]) for p in n.args[0]]
     first = parts[0]
     if not any(has(p.x, steps.mean_windows) for p in parts) or not first.views or rank(first.x) not in (4, 5):
@@ -66,11 +74,13 @@ def _cat_before_views(r: Rewriter, n: Any) -> Node | None:
 
 
 class _Along(NamedTuple):
-    """A value that is x after ``views``, and whose axis of interest is the axis ``axis`` of x.
+    """A value as views of another value x. One axis of the value is followed through the views to x.
 
     Attributes:
-        x, axis: the value before the views, and the axis in x.
-        views: the permutations and shapes in order. In a shape, the size of the axis is -1.
+        x: the value before the views.
+        axis: the axis of x that the views turn into the followed axis.
+        views: ("permute", order of axes) or ("reshape", shape) for each view, in order. In a shape, -1 stands
+            for the size of the followed axis.
     """
 
     x: Node
@@ -79,11 +89,11 @@ class _Along(NamedTuple):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The sizes of the other axes of x."""
+        """The sizes of all axes of x except ``axis``."""
         return (*shape(self.x)[: self.axis], *shape(self.x)[self.axis + 1 :])
 
     def whole(self, r: Rewriter, x: Node) -> Node:
-        """``x``, which may have another size along the axis, after the views."""
+        """Applies the views to another ``x``, which may have another size along ``axis``."""
         size = shape(x)[self.axis]
         for kind, of in self.views:
             is_shape = kind == "reshape"
@@ -92,9 +102,9 @@ class _Along(NamedTuple):
 
 
 def _along(r: Rewriter, n: Any, axis: int) -> _Along:
-    """The value from which views make ``n``, and these views.
+    """Finds the value from which views make ``n``, and these views. ``axis``: the axis of n to follow.
 
-    Cuts and means of windows along ``axis`` that come after views are moved before them.
+    Cuts and means of windows along this axis that come after views are moved before them.
     """
     if has(n, steps.cut, steps.mean_windows) and n.args[1] == axis:
         inner = _along(r, n.args[0], axis)
@@ -116,7 +126,7 @@ def _along(r: Rewriter, n: Any, axis: int) -> _Along:
 
 
 def applied(r: Rewriter, views: Sequence[Node], x: Node) -> Node:
-    """x after the same reshapes and permutations as ``views``."""
+    """Applies to x the same reshapes and permutations as those of the nodes ``views``."""
     for v in views:
         of: Any = v.args[1]
         x = r.reshape(x, of) if has(v, steps.reshape) else r.permute(x, of)
@@ -124,15 +134,16 @@ def applied(r: Rewriter, views: Sequence[Node], x: Node) -> Node:
 
 
 def _channel_views(v: Node) -> tuple[Node, list[Node]]:
-    """(x, views): v is x after these views, and axis 1 of v is axis 1 of x.
+    """Finds an image or video x from which views make v, and these views.
 
-    Nobody else reads the views, and x is an image or a video. If there is no such x, it is v, without views.
+    Axis 1 of v must be axis 1 of x, and no other nodes may read the views. If there is no such x, it returns
+    v and no views.
     """
     views: list[Node] = []
     best: tuple[Node, list[Node]] = v, []
     n: Any = v
     axis: int | None = 1
-    if rank(v) < 2 or shape(v)[1] == 1:  # any axis of one element could be axis 1
+    if rank(v) < 2 or shape(v)[1] == 1:  # an axis of one element cannot be followed through reshapes
         return best
     while has(n, steps.reshape, steps.permute) and is_only(n):
         axis = _axis_before(n, axis)  # type: ignore[arg-type]
@@ -145,34 +156,37 @@ def _channel_views(v: Node) -> tuple[Node, list[Node]]:
 
 
 def axis_after(view: Any, axis: int) -> int | None:
-    """The axis of ``view``, a reshape or permutation, with the elements of ``axis`` of its input, or None."""
+    """Returns the axis of ``view`` that has the elements of ``axis`` of its input. None if there is none.
+
+    ``view``: a reshape or permutation.
+    """
     if has(view, steps.permute):
         return view.args[1].index(axis)
     return _same_axis(shape(view.args[0]), axis, shape(view))
 
 
 def _axis_before(view: Any, axis: int) -> int | None:
-    """The axis of the input of ``view`` with the elements of ``axis`` of ``view``, or None."""
+    """Returns the axis of the input of ``view`` that has the elements of ``axis`` of ``view``, or None."""
     if has(view, steps.permute):
         return view.args[1][axis]
     return _same_axis(shape(view), axis, shape(view.args[0]))
 
 
 def _same_axis(sizes: Sequence[int], axis: int, others: Sequence[int]) -> int | None:
-    """The axis with the elements of ``axis`` after a reshape from ``sizes`` to ``others``, or None."""
+    """Returns the axis that ``axis`` becomes in a reshape from ``sizes`` to ``others``, or None."""
     same = (sizes[axis], math.prod(sizes[:axis]))
     return next((i for i, size in enumerate(others) if (size, math.prod(others[:i])) == same), None)
 
 
 def _keeps_samples(views: Sequence[Any]) -> bool:
-    """True if all views have the samples of the value before the views, on axis 0."""
+    """True if all views keep axis 0, so that they have the same samples as the value before them."""
     return all(
         v.args[1][0] == 0 if has(v, steps.permute) else shape(v)[0] == shape(v.args[0])[0] for v in views
     )
 
 
 def _is_frames_as_images(x: Node, views: Sequence[Node]) -> bool:
-    """True if the views make each frame of the video x a sample."""
+    """True if the views turn the video x into a batch of images, its frames in order."""
     if rank(x) != 5:
         return False
     N, C, T, *image = shape(x)

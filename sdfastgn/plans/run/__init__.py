@@ -1,1 +1,4 @@
-"""What plans run: the steps, and the straight code that calls them."""
+"""Runs rewritten graphs: the functions that their nodes call, and generated Python code that calls kernels.
+
+The functions are the *steps* (``run/steps``). A rewritten graph of a call is a plan.
+"""

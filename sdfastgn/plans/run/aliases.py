@@ -1,4 +1,7 @@
-"""Where the values of a graph lie in memory: which nodes are views, and which write over an argument."""
+"""Tells where the values of a rewritten graph lie in memory.
+
+It says which nodes are views, which nodes write over an argument, and which strides a value will have.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from torch.fx import Node
 from sdfastgn.kernels.attention.over_frames import tokens_within
 from sdfastgn.plans.run import schemas, steps
 
-# Steps that compute nothing: their results are views wherever strides allow it.
+# Steps that compute nothing. Their results are views of the argument wherever its strides allow that.
 VIEWS = (steps.reshape, steps.permute, steps.expand, steps.cut)
 
-# Steps whose results are contiguous, because they compute tokens: rows along the last axis.
+# Steps whose results are contiguous. They compute tokens, which are rows along the last axis, and not images.
 _OF_ROWS = (
     steps.linear,
     steps.linear_e4m3,
@@ -37,14 +40,14 @@ _OF_ROWS = (
 
 
 def is_view(n: Node) -> bool:
-    """True if ``n`` is a view: its argument or a part of it, without a copy wherever strides allow it."""
+    """True if ``n`` is a view of its argument, or an item of a tuple. Reshapes that must copy count too."""
     if n.op != "call_function":
         return False
     return n.target is operator.getitem or n.target in VIEWS or schemas.is_view(n.target)
 
 
 def writes_over(n: Node) -> bool:
-    """True if ``n`` writes over its first argument: an op that writes, or a step whose name ends with "_"."""
+    """True if ``n`` writes over its first argument: it calls an in-place op or a function such as "add_"."""
     if n.op != "call_function":
         return False
     target: Any = n.target
@@ -56,13 +59,16 @@ def base(n: Node) -> Node:
     while is_view(n):
         source: Any = n.args[0]
         if n.target is operator.getitem and not is_view(source):
-            break  # an item of the results of a step that computes them
+            break  # ``n`` is one of several results of a function, in memory of its own
         n = source
     return n
 
 
 def copies(n: Any) -> bool:
-    """True if ``n`` is a reshape that has to copy, for the strides of its argument in ``in_memory``."""
+    """True if ``n`` is a reshape that must copy, because no view of its argument has the new shape.
+
+    ``in_memory`` gives the strides of the argument.
+    """
     if n.op != "call_function" or n.target is not steps.reshape:
         return False
     try:
@@ -73,7 +79,10 @@ def copies(n: Any) -> bool:
 
 
 def adds_bias_apart(n: Any) -> bool:
-    """True if ``n`` is a linear layer whose bias PyTorch adds in a second pass, as x is not contiguous."""
+    """True if ``n`` is a linear layer whose bias PyTorch would add in a second pass over the result.
+
+    PyTorch does so if the input has more than two axes and is not contiguous.
+    """
     if n.op != "call_function" or n.target is not steps.linear or n.args[2] is None:
         return False
     x = in_memory(n.args[0])
@@ -81,7 +90,10 @@ def adds_bias_apart(n: Any) -> bool:
 
 
 def in_memory(n: Any) -> Tensor:
-    """A tensor on the device meta with the strides that ``n`` has if steps write images channels-last."""
+    """Returns a tensor on the device meta with the strides that the value of ``n`` will probably have.
+
+    Steps write images and videos channels-last, so all of these are assumed to be.
+    """
     if n.op == "call_function" and n.target in VIEWS:
         return n.target(in_memory(n.args[0]), *n.args[1:])
     shape = n.meta["shape"]
@@ -90,9 +102,9 @@ def in_memory(n: Any) -> Tensor:
     if n.target in (
         steps.attention,
         steps.attention_to_first,
-    ):  # its kernels write the heads of a token side by side
+    ):  # attention kernels write the heads of a token side by side
         return torch.empty((*shape[:-3], shape[-2], shape[-3], shape[-1]), device="meta").transpose(-2, -3)
-    if n.target is steps.group_norm and len(shape) == 3:  # the norm keeps the order of its argument
+    if n.target is steps.group_norm and len(shape) == 3:  # a GroupNorm of (N, C, L) keeps the strides
         return torch.empty_like(in_memory(n.args[0]))
     writer: Any = n.args[0] if n.target is operator.getitem else n
     if len(shape) not in (4, 5) or writer.target in _OF_ROWS:

@@ -1,11 +1,12 @@
-"""``Baked``: a plan as straight-line Python, with fixed grids, strides and addresses of weights.
+"""``Baked`` turns a plan into straight-line Python, with fixed grids, strides and addresses of weights.
 
-The first call runs the plan node by node, and records what it executes (``record.py``). Later calls run the
-function that ``source.py`` makes of the recording. It gives the same bits as the plan in less CPU time.
+A plan is the rewritten graph of a traced call. The first call runs the graph node by node, and records all
+allocations, ops and kernel launches (``record.py``). ``source.py`` turns the recording into the text of a
+Python function. Later calls run this function. It gives the same bits as the plan in less CPU time.
 
-Each call compares the addresses of all weights with those in the function. The function refers to its
-weights. So no other tensor can get the address of a weight that was replaced, until the next call has noticed
-it.
+Each call compares the addresses of all weights with those in the function. The function also keeps its
+weights alive. So if a weight is replaced, no other tensor can get its address before the next call has
+noticed the replacement.
 """
 
 from __future__ import annotations
@@ -31,9 +32,17 @@ from sdfastgn.plans.run.source import ALIGNMENT, Code, generate
 
 
 class _Bound(NamedTuple):
-    """A function with its weights, and for what it is valid.
+    """The generated function with its weights, and the conditions under which it may run.
 
-    A thread that still runs an older function keeps the weights of that one.
+    If a thread still runs an older function, that function keeps its own weights alive.
+
+    Attributes:
+        run: the function; None after ``release``.
+        code: the generated code, to which other weights can be bound.
+        addresses: the addresses of the weights.
+        layouts: shapes, strides and dtypes of the weights, and which of them share memory.
+        inputs: for each argument, the shape, strides, dtype, device and alignment that the function needs.
+        has_kernels: whether this package's kernels were turned on when the function was recorded.
     """
 
     run: Any
@@ -45,13 +54,13 @@ class _Bound(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    """The fixed operands of a plan at one moment. Another thread may move weights at any time.
+    """All tensors that a plan reads besides arguments, at one moment. Other threads may move weights later.
 
     Attributes:
-        fixed: parameters, tensors from elsewhere, copies and constants.
-        aliases: views of them without gradients. They stay where the weights were at that moment.
-        addresses: the addresses of parameters, tensors from elsewhere and copies.
-        layouts: see ``_layouts``.
+        fixed: parameters, other tensors of the model's code, copies of weights in E4M3, and constants.
+        aliases: views of these without gradients. If a weight is moved, its view stays in the old memory.
+        addresses: the addresses of all these tensors except constants.
+        layouts: shapes, strides and dtypes of the tensors, and which of them share memory (``_layouts``).
     """
 
     fixed: list[Tensor]
@@ -61,13 +70,15 @@ class _Operands(NamedTuple):
 
 
 class Baked:
-    """Runs ``plan`` with less CPU time. Several threads may call it at once.
+    """Runs ``plan`` with less CPU time, by generated Python code. Several threads may call it at once.
 
     Attributes:
-        plan: runs the calls for which the function is not valid.
-        declined: why a call ran the plan, and how many calls did.
-        left: why a step of the plan stayed one call, and how many steps did.
-        recorded: number of recordings.
+        plan: the rewritten graph of a traced call. It runs the calls for which the generated function is not
+            valid.
+        declined: for each reason why the function was not valid, the number of such calls.
+        left: for each reason why a node of the graph could not be recorded as single ops and launches, the
+            number of such nodes. The function calls them as a whole.
+        recorded: number of recordings so far.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -76,7 +87,7 @@ class Baked:
         self.left: collections.Counter[str] = collections.Counter()
         self.recorded = 0
         self._bound: _Bound | None = None
-        self._failure: str | None = None  # why the plan cannot be baked at all
+        self._failure: str | None = None  # why no function can be generated for the plan
         self._lock = threading.Lock()
         others = ((plan.others, i) for i in range(len(plan.others)))
         held = [*plan.parameters, *others, *plan.copies]
@@ -85,14 +96,14 @@ class Baked:
 
     @property
     def source(self) -> str:
-        """The text of the function. Empty before the first call."""
+        """The source code of the generated function. Empty before the first call."""
         return "" if self._bound is None else self._bound.code.source
 
     def run(self, inputs: list[Tensor], *, frees: bool = False) -> list[Any]:
-        """``plan.run(inputs)``: the same bits, and new tensors in each call.
+        """Computes what ``plan.run(inputs)`` computes, to the same bits, as new tensors in each call.
 
-        ``frees``: empties the list, so that each input can be freed after its last use. Slices read it until
-        the last one.
+        ``frees``: True empties the list ``inputs``, so that each tensor can be freed after its last use. It
+        has no effect on a plan that runs a batch in slices, because each slice reads the tensors.
         """
         if self.plan.slices is not None:
             return self.plan.slices.run(self._run, inputs)
@@ -116,22 +127,26 @@ class Baked:
             return bound.run(given)  # type: ignore[union-attr]
 
     def release(self) -> None:
-        """Lets go of the weights until the next call.
+        """Drops all references to the weights until the next call.
 
-        In the meantime no tensor of this object shares their memory, so ``private.is_alone`` can return
-        True. Code that gives weights other memory, such as packing, needs that.
+        Code that moves weights to other memory, for instance to put several side by side, first makes sure
+        that no other tensor shares the memory (``private.is_alone``). The function of this object would.
         """
         with self._lock:
             if self._bound is not None:
                 self._bound = self._bound._replace(run=None, addresses=[])
 
     def _why_not(self) -> str | None:
-        """Why no call can run the function now. None if it depends on the call's arguments."""
+        """Returns why no call at all can run the generated function now.
+
+        None if there is no such reason. Then the call's arguments decide.
+        """
         if self._failure is not None:
             return self._failure
         if product_op.is_choosing() or rehearsal.get() is not None:
-            # A graph must use the algorithms that were chosen for its products, and the function has those
-            # of PyTorch. The CPU time of a capture does not matter.
+            # In the capture of a CUDA graph, each matrix product runs with an algorithm that was chosen for
+            # it in the rehearsal, a run before the capture. The generated function has recorded PyTorch's own
+            # choice. So the plan itself runs. Its CPU time does not matter in a capture.
             return "it is a rehearsal or the capture of a CUDA graph"
         if self._bound is not None and self._bound.has_kernels is not dispatch.is_on():
             return "kernels have been turned on or off"
@@ -145,7 +160,7 @@ class Baked:
 
     @without_collections()
     def _record(self, inputs: Sequence[Tensor]) -> list[Any]:
-        """Runs the plan, and makes the function."""
+        """Runs the plan node by node, and generates the function from what it executes."""
         operands = self._operands()
         try:
             with torch.no_grad(), without_autocast():
@@ -157,7 +172,7 @@ class Baked:
         returned = [] if isinstance(recording, str) else enumerate(recording.results)
         for i, operand in returned:
             if isinstance(operand, int) and operand < len(operands.fixed):
-                results[i] = operands.fixed[operand]  # and not its alias
+                results[i] = operands.fixed[operand]  # the caller gets the parameter itself, not a view
         return results
 
     def _bake(self, recording: Recording | str, operands: _Operands, inputs: Sequence[Tensor]) -> None:
@@ -170,7 +185,7 @@ class Baked:
             return
         signature = [(*_kind(x), x.data_ptr() % ALIGNMENT if x.is_cuda else None) for x in inputs]
         run = code.bound(*operands[:2])
-        if run is None:  # another thread has moved weights meanwhile
+        if run is None:  # another thread has moved weights while the plan ran
             return
         where = operands.addresses, operands.layouts, signature
         self._bound = _Bound(run, code, *where, has_kernels=dispatch.is_on())
@@ -178,7 +193,7 @@ class Baked:
         self.left = recording.left
 
     def _renewed(self) -> _Bound | None:
-        """The function, bound to the present weights. None if the plan must be recorded again."""
+        """Returns the function, with the present weights. None if the plan must be recorded again."""
         bound = self._bound
         if bound is not None and (bound.run is None or self._addresses() != bound.addresses):
             operands = self._operands()
@@ -201,7 +216,7 @@ def _kind(x: Tensor) -> tuple[Any, ...]:
 
 
 def _misfit(bound: _Bound, inputs: Sequence[Tensor]) -> str | None:
-    """The reason why the function is not valid for these arguments, or None if it is."""
+    """Returns why the generated function cannot run with these arguments. None if it can."""
     for x, (shape, stride, dtype, device, aligned) in zip(inputs, bound.inputs, strict=True):
         if x.stride() != stride or x.shape != shape or x.dtype is not dtype or x.device != device:
             return "an argument has other sizes, strides, dtype or device"
@@ -216,12 +231,13 @@ def _misfit(bound: _Bound, inputs: Sequence[Tensor]) -> str | None:
 
 
 def _layouts(fixed: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    """What a function takes for granted of its fixed operands, apart from their addresses.
+    """Describes weights and constants, apart from their addresses, as far as a generated function needs it.
 
-    Kernels are compiled for an alignment. Several operands may lie in one memory, and one product may read
-    packed operands.
+    The description has shape, strides, dtype, device and alignment of each tensor, because kernels are
+    compiled for an alignment. It also says which tensors share memory, and which lie side by side, because
+    one matrix product may read several weights as one.
     """
-    first: dict[int, tuple[int, int]] = {}  # address of a memory -> its number, address of its first operand
+    first: dict[int, tuple[int, int]] = {}  # address of a storage -> (its number, address of a tensor in it)
     found = []
     for t, is_packed in zip(fixed, packed.are_packed(fixed), strict=True):
         address = t.data_ptr()

@@ -1,11 +1,13 @@
-"""``Plan``: runs the rewritten graph of a call for other tensors of the same shapes.
+"""``Plan`` runs the rewritten graph of a traced call for other tensors of the same shapes.
 
-A plan runs steps only, and none of the model's Python. It looks up parameters and buffers by name at each
-call. So it sees every change of them: writes, ``.data = ...``, ``load_state_dict(assign=True)``, moves.
+A plan calls kernels and PyTorch's ops, and none of the model's Python. It looks up parameters and buffers by
+name in each call. So it sees every change of them: writes, ``.data = ...``,
+``load_state_dict(assign=True)`` and moves.
 
-Constants are computed once, at the first call. A constant is a value that depends on no input, no parameter
-and no random number. It may depend on tensors from elsewhere that are on the CPU, such as a table that the
-model's code copies to the GPU in each call. When somebody writes into such a tensor, ``is_current`` is False.
+Constants are computed once, at the first call. A constant is a value that depends on no argument, no
+parameter and no random number. It may depend on a tensor on the CPU that is neither an argument nor a
+parameter, such as a table that the model's code copies to the GPU in each call. If somebody writes into such
+a table, the constants are outdated, and ``is_current`` returns False.
 """
 
 from __future__ import annotations
@@ -33,32 +35,36 @@ from sdfastgn.plans.trace.refusals import DRAWN, is_random
 from sdfastgn.plans.trace.traced import Traced
 
 aten = torch.ops.aten
-# Bytes (256 MB). A larger value is no constant: keeping it would take more memory than a call without plan
-# needs at any time. The largest useful ones are tables of positions, a few MB.
+# Bytes (256 MB). A larger value is computed in each call, although it is constant: keeping it between calls
+# would take too much memory. The largest useful constants are tables of positions, of a few MB.
 _MOST_FOLDED = 1 << 28
-# The dict of a module that has a parameter or buffer, and its name there.
+# Where a parameter or buffer is: the module's dict ``_parameters`` or ``_buffers``, and the name in it.
 _Place = tuple[dict[str, Any], str]
 _CopyOf = Callable[[dict[str, Any], str], list[Tensor]]
 
 
 class Plan:
-    """The rewritten ``graph`` of the call ``traced``, ready to run. The plan changes and keeps ``graph``.
+    """Runs ``graph``, the rewritten graph of the call ``traced``. The plan changes and keeps ``graph``.
 
-    A plan refers to the parameters of the model, but to none of its modules. It takes no part in a reference
-    cycle through the model. A CUDA graph of a plan reads the plan's constants, so the plan must outlive it.
-    Several threads may call a plan at once.
+    The nodes of the graph are *steps*: calls of this package's kernels, or of PyTorch's ops. A plan refers to
+    the parameters of the model, but to none of its modules, so it keeps the model in no reference cycle. A
+    CUDA graph that was captured from a plan reads the plan's constants, so the plan must outlive it. Several
+    threads may call a plan at once.
 
-    ``copy_of``: gives the list [weight in E4M3, its scales] for a dict of a module and a name in it. The plan
-    reads the two at each call. Without it, weights are quantized in each call.
+    ``copy_of``: a function (``_parameters`` dict of a module, name) -> [weight in E4M3, its scales]. E4M3 is
+    an 8-bit float dtype. The plan reads the two tensors in each call. If it is None, weights are quantized in
+    each call.
 
     Attributes:
-        graph: its placeholders are the parameters, the others, the copies, the constants and the inputs.
-            Parameters and others that no step reads are left out. It has no ``get_attr``.
+        graph: the graph. Its placeholders are ``parameters``, then ``others``, ``copies``, the constants and
+            the tensors of the call. Parameters and others that no step reads are left out. It has no
+            ``get_attr`` nodes.
         parameters: for each parameter or buffer, the dict of its module that has it, and its name there.
-        others: tensors from elsewhere, except those that only constants are computed from.
-        copies: for each tensor in E4M3 or of scales that ``copy_of`` has, its list, and its index there.
-        slices: how a run divides its tensors; None if the graph computes the whole call.
-        steps: one record for each step of a slice, or of the call if it has no slices.
+        others: tensors that are neither arguments nor parameters, for instance in closures. Those from which
+            only constants are computed are left out.
+        copies: for each tensor that ``copy_of`` returns, the list that has it, and its index there.
+        slices: how the samples of a large batch are divided. None if the graph computes the whole call.
+        steps: a record of each step, with its shape and the bytes that it reads and writes.
         writes: True if a run writes into arguments, parameters or others.
         draws: True if a run draws random numbers.
         copies_from_cpu: True if a run copies tensors from the CPU to another device.
@@ -96,7 +102,7 @@ class Plan:
         self._held_written = [i for i, n in enumerate([*read, *others]) if n in written]
         self._lock = threading.Lock()
         self._rows = _rows_of_products(graph, read)
-        graph.owning_module = None  # it has constants that no step may read
+        graph.owning_module = None  # that module holds tensors for ``get_attr`` nodes, and none are left
         self.graph = graph
         self.steps: list[Step] = steps_of(graph)
         self.writes = bool(written)
@@ -104,16 +110,22 @@ class Plan:
         self.copies_from_cpu = any(map(_copies_from_cpu, graph.nodes))
 
     def is_current(self) -> bool:
-        """False if somebody has written into a tensor on the CPU from which constants were computed."""
+        """False if code has written into a tensor on the CPU from which constants were computed."""
         return [t._version for t in self._tables] == self._versions
 
     @functools.cached_property
     def _forward(self) -> Callable[..., list[Any]]:
-        """Runs the steps. Made when it is needed: baked plans do without, and it takes 0.08 s for a UNet."""
+        """A Python function that runs the graph.
+
+        It is made only when it is needed, because that takes 0.08 s for a UNet. The generated
+        code of ``Baked`` does not need it.
+        """
         return fx.GraphModule({}, self.graph).forward
 
     def __call__(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Computes the traced call for other tensors. Numbers and other arguments count as traced.
+        """Computes the traced call for other tensors. All other arguments are taken to be those of the trace.
+
+        Returns a result with the structure of the traced one.
 
         Raises ValueError if the arguments have another structure than the traced ones, if a tensor has
         another shape, dtype or device, or if the call writes into a tensor that shares memory with another.
@@ -128,19 +140,19 @@ class Plan:
         return pytree.tree_unflatten(self.run(inputs), self._out_spec)
 
     def run(self, inputs: Sequence[Tensor]) -> list[Any]:
-        """The flat list of results for the tensors among the arguments. Nothing is checked."""
+        """Computes the flat list of results from the tensors among the arguments, without any checks."""
         if self.slices is not None:
             return self.slices.run(self.run_slice, inputs)
         return self.run_slice(inputs)
 
     def run_slice(self, inputs: Sequence[Tensor]) -> list[Any]:
-        """``run`` for the tensors of one slice. A call without slices is one slice."""
+        """Does what ``run`` does for one slice of the samples. A call without slices counts as one slice."""
         with torch.no_grad(), without_autocast():
             return self._forward(*self.operands(inputs))
 
     @property
     def runs(self) -> int:
-        """How often the steps run in one call."""
+        """How often the graph runs in one call: the number of slices, or 1."""
         return 1 if self.slices is None else self.slices.number
 
     @property
@@ -152,9 +164,10 @@ class Plan:
         return placeholders[held:end], placeholders[end:]
 
     def with_graph(self, graph: fx.Graph) -> Plan:
-        """This plan with another ``graph``, which has more placeholders after its own: further inputs.
+        """Makes a plan like this one from another ``graph``, which may have further placeholders at the end.
 
-        The two share their constants. Only ``run`` takes the further inputs.
+        The two plans share their constants. Values of the further placeholders are passed to ``run`` after
+        the tensors of the call.
         """
         if self._fold is not None:
             self._compute_constants()
@@ -164,16 +177,16 @@ class Plan:
         return other
 
     def compile_ahead(self, inputs: Sequence[Tensor], device: torch.device) -> None:
-        """Compiles the kernels of a run in parallel threads. The first run compiles one after another.
+        """Compiles the kernels of the plan in parallel threads, so that the first run need not do it in turn.
 
-        Its steps run once, and their results are meaningless. So call it only if the plan neither writes nor
-        draws.
+        This runs all steps once, with meaningless results. So call it only if the plan neither writes into
+        arguments nor draws random numbers.
         """
         given = inputs if self.slices is None else self.slices.slice(inputs, 0)
         rehearse(lambda: self.run_slice(given), device)
 
     def operands(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The present values of the placeholders of ``graph``."""
+        """Returns the present values of the placeholders of ``graph``, in order."""
         if self._fold is not None:
             self._compute_constants()
         held = (held[name] for held, name in self.parameters)
@@ -181,10 +194,10 @@ class Plan:
         return [*held, *self.others, *copies, *self._constants, *inputs]
 
     def pack(self) -> None:
-        """Moves weights of products with the same input side by side: then one product computes them all.
+        """Moves weights of linear layers with the same input side by side, so that one product can read them.
 
-        Weights that another plan has packed stay where they are. After a move of the model, call it again.
-        When it may be called: see ``kernels/product/packed.py``, whose ``unpack`` undoes it.
+        Weights that another plan has moved already stay where they are. Call it again after the model was
+        moved. ``kernels/product/packed.py`` says when it may be called, and its ``unpack`` undoes it.
         """
         for rows in self._rows:
             parts = [[held[name] for held, name in row] for row in rows]
@@ -192,7 +205,7 @@ class Plan:
                 packed.pack(*parts)
 
     def __str__(self) -> str:
-        """One line a step, then the totals, and the ops that stayed as upstream wrote them."""
+        """A table of the steps, then the totals, and the ops for which this package has no kernel."""
         text = table(self.steps)
         return text if self.runs == 1 else f"{text}\nrun {self.runs} times, for a part of the samples each"
 
@@ -218,14 +231,15 @@ class Plan:
 
     def _compute_constants(self) -> None:
         with self._lock:
-            if self._fold is None:  # another thread was faster
+            if self._fold is None:  # another thread has computed the constants meanwhile
                 return
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("Plan: the first call must not be inside the capture of a CUDA graph")
             with torch.inference_mode(False), torch.no_grad(), without_autocast(), without_rehearsal():
                 self._constants = self._fold(*self._tables)
             for device in {t.device for t in self._constants if t.is_cuda}:
-                torch.cuda.current_stream(device).synchronize()  # threads with other streams read them
+                # Other threads may read the constants in other streams, which do not wait for this one.
+                torch.cuda.current_stream(device).synchronize()
             self._fold = None
 
 
@@ -234,7 +248,7 @@ def _memory(x: Tensor) -> int:
 
 
 def _is_read(n: Node) -> bool:
-    """True if a node reads the placeholder ``n``. If none does, removes ``n`` from its graph."""
+    """True if a node reads the placeholder ``n``. If no node does, it removes ``n`` from the graph."""
     if not n.users:
         n.graph.erase_node(n)
         return False
@@ -242,7 +256,10 @@ def _is_read(n: Node) -> bool:
 
 
 def _is_table(t: Tensor, inputs: Sequence[Node]) -> bool:
-    """True if ``t`` is on the CPU, unlike ``inputs``, and has a version counter."""
+    """True if constants may be computed from ``t``: it is on the CPU, and the call's tensors are not.
+
+    It must also have a version counter, so that writes into it are noticed.
+    """
     is_elsewhere = bool(inputs) and all(n.meta["device"].type != "cpu" for n in inputs)
     return is_elsewhere and t.device.type == "cpu" and not t.is_inference()
 
@@ -258,7 +275,10 @@ def _copies_from_cpu(n: Node) -> bool:
 
 
 def _rows_of_products(graph: fx.Graph, parameters: dict[Node, _Place]) -> list[list[list[_Place]]]:
-    """For each step ``linears``: the parameters to put side by side, as [weights] or [weights, biases]."""
+    """For each call of ``steps.linears``, returns the parameters that one product can read side by side.
+
+    They are [weights] or [weights, biases].
+    """
     found = []
     for n in graph.nodes:
         rows: Any = [row for row in n.args[1:] if row] if n.target is steps.linears else []
@@ -270,7 +290,11 @@ def _rows_of_products(graph: fx.Graph, parameters: dict[Node, _Place]) -> list[l
 def _split_copies(
     graph: fx.Graph, parameters: dict[Node, _Place], copy_of: _CopyOf, inputs: Sequence[Node]
 ) -> list[tuple[list[Tensor], int]]:
-    """Makes placeholders, before ``inputs``, of parameters that the graph quantizes. Returns their places."""
+    """Replaces nodes that quantize a parameter by placeholders for a copy in E4M3 that already exists.
+
+    The placeholders stand before ``inputs``. Returns for each of them the list with the copy, and its index
+    there.
+    """
     found: list[tuple[list[Tensor], int]] = []
     after = inputs[0] if inputs else next(n for n in graph.nodes if n.op != "placeholder")
     for n in list(graph.nodes):
@@ -291,9 +315,10 @@ def _split_copies(
 def _split_constants(
     root: fx.GraphModule, graph: fx.Graph, first_input: Node | None, tables: list[Node]
 ) -> tuple[Callable[..., list[Tensor]] | None, list[Node]]:
-    """Makes placeholders of the constants in ``graph``, before ``first_input``.
+    """Replaces the constants in ``graph`` by placeholders, which stand before ``first_input``.
 
-    Returns the function that computes them, or None if there are none; and the ``tables`` that it reads.
+    Returns the function that computes the constants, or None if there are none, and those of ``tables`` that
+    the function reads. ``tables``: placeholders of tensors on the CPU from which constants may be computed.
     """
     constants = _guarded(graph, _constants(graph, tables))
     own = fx.Graph()
@@ -315,7 +340,7 @@ def _split_constants(
 
 
 def _constants(graph: fx.Graph, tables: list[Node]) -> list[Node]:
-    """The constants of ``graph``, and the nodes among ``tables`` from which they are computed, in order."""
+    """Lists the constants of ``graph``, and those of ``tables`` from which they are computed."""
     found: dict[Node, None] = dict.fromkeys(tables)
     for n in graph.nodes:
         is_folded = (
@@ -327,7 +352,9 @@ def _constants(graph: fx.Graph, tables: list[Node]) -> list[Node]:
         )
         if n.op == "get_attr" or is_folded:
             found[n] = None
-    for n in reversed(found.copy()):  # a constant has no repeated elements: the plan repeats them, as a view
+    # A constant that ``expand`` makes is kept before the expand, without repeated elements. The plan expands
+    # it in each call, as a view.
+    for n in reversed(found.copy()):
         if n.target is steps.expand and not any(u in found for u in n.users):
             del found[n]
     for n in tables:
@@ -337,13 +364,19 @@ def _constants(graph: fx.Graph, tables: list[Node]) -> list[Node]:
 
 
 def _is_overwritten(n: Node, constants: dict[Node, None]) -> bool:
-    """True if ``n`` makes a tensor that its readers overwrite. Then making it again is faster than a copy."""
+    """True if ``n`` makes a tensor that its readers overwrite.
+
+    Such a tensor is no constant: it would have to be copied in each call, and making it again is faster.
+    """
     is_made = n.op == "call_function" and not n.all_input_nodes
     return is_made and all(writes_over(u) and u.args[0] is n and u not in constants for u in n.users)
 
 
 def _guarded(graph: fx.Graph, constants: list[Node]) -> list[Node]:
-    """``constants``, after copies were put wherever a write would change a value that others read."""
+    """Inserts copies into ``graph`` wherever a write would change a value that is still needed.
+
+    Returns the constants: ``constants``, and those copies of them that are constants too.
+    """
     found, last = set(constants), _last_readers(graph)
     for i, n in enumerate(list(graph.nodes)):
         for a in _exposed(n, i, found, last):
@@ -357,11 +390,13 @@ def _guarded(graph: fx.Graph, constants: list[Node]) -> list[Node]:
 
 
 def _exposed(n: Node, i: int, constants: set[Node], last: dict[Node, int]) -> list[Node]:
-    """The arguments of ``n``, node ``i`` of its graph, that must be copied first.
+    """Lists the arguments of ``n``, node ``i`` of its graph, that must be copied before ``n`` reads them.
 
-    These are results of the call that are constants, because callers may write over them. And values that a
-    step writes over, if they lie in the memory of constants, parameters, arguments of the call, or of a value
-    that is read later.
+    If ``n`` is the output, these are constants: callers may write over the results of a call. If ``n`` writes
+    over its first argument, it is this argument, but only if it lies in the memory of a constant, parameter
+    or argument of the call, or of a value that is read later.
+
+    ``last``: for each node with memory, the index of its last reader.
     """
     if n.op == "output":
         return [a for a in n.all_input_nodes if base(a) in constants]
@@ -374,7 +409,7 @@ def _exposed(n: Node, i: int, constants: set[Node], last: dict[Node, int]) -> li
 
 
 def _last_readers(graph: fx.Graph) -> dict[Node, int]:
-    """For each node that has memory, the number of the last node that reads it, directly or through views."""
+    """For each node that is no view, the index of the last node that reads it, directly or through views."""
     last: dict[Node, int] = {}
     for i, n in enumerate(graph.nodes):
         if not is_view(n):
@@ -384,7 +419,7 @@ def _last_readers(graph: fx.Graph) -> dict[Node, int]:
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Turns autocast off: the casts that it made during the trace are part of the graph."""
+    """A context without autocast: the casts that autocast made during the trace are nodes of the graph."""
     if not any_autocast():
         yield
         return

@@ -1,14 +1,16 @@
-"""Writes down what a plan really executes: allocations, ops of aten and kernel launches.
+"""Records what a plan executes: allocations, ops of aten and kernel launches.
 
-``record`` runs a graph of steps once, node by node, under one ``TorchDispatchMode``. Launches do not go
-through PyTorch's dispatcher, so an observer of launches sees them. The result is a flat list of actions.
+A plan is the rewritten graph of a traced call. Its nodes call *steps*: functions that call kernels or ops.
+``record`` runs the graph once, node by node, under one ``TorchDispatchMode``, which sees all ops. Launches of
+Triton kernels do not go through PyTorch's dispatcher, so an observer in the launching code sees them. The
+result is a flat list of actions.
 
-A tensor in the list is a ``Place``: it is known by its memory, shape, strides, offset and dtype, and not by
-its Python object. So views need no actions.
+In the list, a ``Place`` describes a tensor by its memory, shape, strides, offset and dtype. So a view needs
+no action: it is another place in the same memory.
 
-If a list cannot hold what a step does, its actions are dropped, and the whole step becomes one action. For
-example, the step reads the value of an element, or a tensor whose memory comes neither from an operand nor
-from an action. The step runs only once: the plan uses the result of this run.
+Some steps cannot be recorded as single actions. For example, a step may read the value of an element, or a
+tensor in memory that no operand has and no action has allocated. Such a step becomes one action, which calls
+the whole step. The step does not run a second time for that.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from sdfastgn.plans.trace.writes import written
 
 aten = torch.ops.aten
 _PLAIN = (Tensor, nn.Parameter)
-# Ops that consist of others, and are recorded as they are. Attention reads values in some of its parts.
+# Ops that consist of other ops, but are recorded as one action. Some ops inside of attention read values of
+# tensors, which cannot be recorded.
 _WHOLE = (aten.linear.default, aten.scaled_dot_product_attention.default)
 _ALLOCATIONS = (
     aten.empty.memory_format,
@@ -41,19 +44,23 @@ _ALLOCATIONS = (
     aten.new_empty.default,
     aten.new_empty_strided.default,
 )
-# Ops that give other memory to a tensor that exists.
+# Ops that give an existing tensor other memory. First one of them, then the names of all, without overloads.
 _SWAP = aten.set_.source_Storage_storage_offset
 _SWAPS = ("aten::resize_", "aten::resize_as_", "aten::set_")
 _INDICES = (torch.int64, torch.int32)
 _READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-class Unrecordable(Exception):  # noqa: N818  # no error for callers: the plan runs as it is
-    """A graph or a call cannot be recorded. The message is the reason."""
+class Unrecordable(Exception):  # noqa: N818  # callers catch it, and run the graph node by node
+    """Raised if a graph or a call cannot be recorded. The message is the reason."""
 
 
 class Place(NamedTuple):
-    """A tensor. ``memory``: its index in ``Recording.memories``. ``offset``: in elements from its start."""
+    """Describes a tensor by where it lies in memory.
+
+    ``memory``: the index of the memory in ``Recording.memories``. ``offset``: from the start of the memory,
+    in elements.
+    """
 
     memory: int
     shape: tuple[int, ...]
@@ -63,13 +70,16 @@ class Place(NamedTuple):
 
 
 class Memory:
-    """The memory of tensors: a storage of PyTorch.
+    """A piece of memory in which tensors lie: a storage of PyTorch.
+
+    Operands are the tensors that the graph reads: weights, constants and arguments.
 
     Attributes:
-        operand: index of the first operand of the graph that lies in it. None if an action makes it.
+        device: the device of the memory.
+        operand: the index of the first operand that lies in this memory. None if an action allocates it.
         is_input: True if that operand is an argument of the call.
-        root: the place of that operand, or of the first tensor that the action makes.
-        start: the address of that operand. 0 if an action makes the memory.
+        root: the place of that operand, or of the first tensor in memory that an action allocates.
+        start: the address of that operand. 0 if an action allocates the memory.
     """
 
     __slots__ = ("device", "is_input", "operand", "root", "start")
@@ -81,17 +91,19 @@ class Memory:
 
 
 class Action:
-    """One line of a recording.
+    """One thing that a plan executes: an allocation, a call of an op, or a kernel launch.
 
     Attributes:
         kind: "allocate", "call" or "launch".
-        function: what is called; the ``Launch`` of a launch; None for an allocation.
-        args, kwargs: its arguments, with places instead of tensors.
-        results: what the call returns, with a place for the first tensor of each new memory, and None for
-            everything else.
+        function: the op or step that is called; the ``Launch`` of a launch; None for an allocation.
+        args, kwargs: the arguments, with a ``Place`` instead of each tensor.
+        results: what the call returns, with a ``Place`` for the first tensor in each newly allocated memory,
+            and None for everything else.
         made: the places in ``results``.
-        reads, writes: the memories of its arguments, and the memories among these that it writes into.
-        is_kept: True if it must run even if nobody reads what it makes: it writes, or draws random numbers.
+        reads: the indices of all memories in which arguments lie.
+        writes: those of these memories that the action writes into.
+        is_kept: True if the action must run even if no other action reads its results, because it writes into
+            memory or draws random numbers.
     """
 
     __slots__ = ("args", "function", "is_kept", "kind", "kwargs", "made", "reads", "results", "writes")
@@ -105,16 +117,20 @@ class Action:
 
 
 class Recording(NamedTuple):
-    """What one run of a graph executed.
+    """What one run of a graph has executed.
+
+    Operands are the tensors that the graph reads: weights, constants and arguments.
 
     Attributes:
-        actions: in the order in which they ran.
-        memories: all memories. The memories of arguments and fixed operands come first.
-        operands: the place of each operand of the graph.
+        actions: the allocations, calls and launches in the order in which they ran.
+        memories: all pieces of memory. Those of operands come first.
+        operands: the place of each operand.
         inputs: how many operands are arguments of the call. They are the last operands.
-        rows: place of a tensor that covers packed operands -> these operands (``kernels/product/packed.py``).
-        results: what the graph returns: for a tensor its place, or the index of the operand that it is.
-        left: why steps stayed one call -> the number of these steps.
+        rows: weights may lie side by side, so that one matrix product reads them all
+            (``kernels/product/packed.py``). For each place of a tensor that covers such weights: the indices
+            of these operands.
+        results: what the graph returns. A tensor is its place, or the index of the operand that it is.
+        left: some steps were recorded as one call. For each reason, the number of such steps.
     """
 
     actions: list[Action]
@@ -129,11 +145,15 @@ class Recording(NamedTuple):
 def record(
     graph: fx.Graph, fixed: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[list[Any], Recording | str]:
-    """Runs ``graph`` once. Returns its results, and the recording or the reason why there is none.
+    """Runs ``graph`` once, and records what it executes.
+
+    Returns the results of the graph, and the recording or the reason why there is none.
 
     Args:
-        graph: as in ``Plan``: placeholders, calls of steps and of ops, and an output with a flat list.
-        fixed: the values of the first placeholders: parameters, tensors from elsewhere and constants.
+        graph: a rewritten graph, as in ``Plan``: placeholders, calls of steps and of ops, and an output with
+            a flat list.
+        fixed: the values of the first placeholders: parameters, other tensors of the model's code, copies in
+            E4M3 and constants.
         inputs: the values of the other placeholders: the tensors among the arguments of the call.
 
     Raises Unrecordable, before anything has run, if ``inputs`` share memory or are no plain tensors.
@@ -165,7 +185,7 @@ def places_in(x: Any) -> Iterator[Place]:
 
 
 def _run(graph: fx.Graph, operands: list[Tensor], recorder: _Recorder) -> list[Any]:
-    """Runs the nodes. Drops each value after its last use, as the plan does."""
+    """Runs the nodes of the graph one by one. Drops each value after its last use."""
     dropped = _dropped(graph)
     values: dict[Node, Any] = {}
     given = iter(operands)
@@ -184,7 +204,7 @@ def _run(graph: fx.Graph, operands: list[Tensor], recorder: _Recorder) -> list[A
 
 
 def _dropped(graph: fx.Graph) -> dict[Node, list[Node]]:
-    """Node -> the nodes whose values nobody reads after it."""
+    """For each node, lists the nodes whose values no later node reads."""
     last = {n: n for n in graph.nodes}
     for n in graph.nodes:
         last.update(dict.fromkeys(n.all_input_nodes, n))
@@ -209,19 +229,22 @@ def _results(graph: fx.Graph, results: list[Any], recorder: _Recorder) -> list[A
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down what runs while it listens. ``failure``: why there is no recording, or None."""
+    """Records ops and launches while the context ``listening`` is active.
+
+    ``failure``: why nothing could be recorded; None if it could.
+    """
 
     def __init__(self, fixed: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.actions: list[Action] = []
         self.memories: list[Memory] = []
-        # Weak references keep the identity of a storage unique, but do not keep its memory.
+        # Weak references to storages as keys: no other storage can get the same key, and memory can be freed.
         self.found: dict[StorageWeakRef, int] = {}
         self.left: collections.Counter[str] = collections.Counter()
         self.failure: str | None = None
-        self._simple = set(_WHOLE)  # ops that have no parts, or are recorded as they are
+        self._simple = set(_WHOLE)  # ops that are recorded as one action, and not as the ops inside of them
         self._is_paused = False
-        self._reason: str | None = None  # why the step that runs must stay a call
+        self._reason: str | None = None  # why the node that runs now must be recorded as one call
         for i, t in enumerate((*fixed, *inputs)):
             if type(t) not in _PLAIN or t.layout is not torch.strided or t.is_meta:
                 raise Unrecordable(f"an operand is a {type(t).__name__} of layout {t.layout} on {t.device}")
@@ -240,7 +263,10 @@ class _Recorder(TorchDispatchMode):
         return memory.root
 
     def place(self, t: Tensor) -> Place:
-        """The place of ``t``. Raises Unrecordable if neither an operand nor an action has its memory."""
+        """Describes ``t`` by its place.
+
+        Raises Unrecordable if no operand lies in its memory, and no action has allocated the memory.
+        """
         memory = self.found.get(_storage(t)) if type(t) in _PLAIN else None
         if memory is None:
             raise Unrecordable("reads a tensor of unknown origin")
@@ -262,7 +288,7 @@ class _Recorder(TorchDispatchMode):
             self._is_paused = before
 
     def step(self, n: Node, args: Any, kwargs: Any) -> Any:
-        """Runs a node, and writes down its actions, or one call of its step."""
+        """Runs node ``n``. Records all that it executes, or else one call of its function."""
         target: Any = n.target
         actions, memories, self._reason = len(self.actions), len(self.memories), self.failure
         result = target(*args, **kwargs)
@@ -280,13 +306,13 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _is_known(self, result: Any) -> bool:
-        """True if each item of a result is None, or a tensor whose memory has a place in the recording."""
+        """True if each item of ``result`` is None, or a tensor in memory that the recording already has."""
         return all(t is None or (type(t) in _PLAIN and _storage(t) in self.found) for t in _flat(result))
 
     def _note(
         self, kind: str, function: Any, args: Any, kwargs: Any, result: Any, written: Sequence[Tensor]
     ) -> None:
-        """Adds an op or a launch that has just run, with its arguments and results, to the record."""
+        """Records an op or launch that has just run. ``written``: the arguments that it wrote into."""
         with_places = _mapped(args, self.place), _mapped(kwargs, self.place)
 
         def new(t: Any) -> Place | None:
@@ -294,7 +320,7 @@ class _Recorder(TorchDispatchMode):
                 return None
             if type(t) is not Tensor or t.layout is not torch.strided:
                 raise Unrecordable(f"returns a {type(t).__name__}")
-            _place(t, 0)  # raises if no place describes it
+            _place(t, 0)  # raises Unrecordable if a ``Place`` cannot describe the tensor
             return self._add(t)
 
         results = new(result) if isinstance(result, Tensor) else _items(result, new)
@@ -328,14 +354,17 @@ class _Recorder(TorchDispatchMode):
             targets = _written(func, args, kwargs)
             if func in _ALLOCATIONS and not kwargs.get("pin_memory"):
                 self._note("allocate", None, (), {}, result, [])
-            elif targets or not self._is_known(result):  # views do nothing
+            elif targets or not self._is_known(result):  # otherwise it only made a view, and is not recorded
                 self._note("call", call, args, kwargs, result, targets)
         except Unrecordable as reason:
             self._reason = f"{func.name()} {reason}"
         return result
 
     def _packed(self, t: Tensor) -> Tensor:
-        """Finds the operands that ``t`` covers, after it got the memory in which they are packed."""
+        """Records which weights the tensor ``t`` covers: they lie side by side, and ``t`` got their memory.
+
+        If ``t`` covers something else, the node must be recorded as one call.
+        """
         row: list[int] = []
         at, end = t.data_ptr(), t.data_ptr() + t.nbytes
         while at < end and at in self._starts:
@@ -372,7 +401,7 @@ def _place(t: Tensor, memory: int) -> Place:
 
 
 def _called(func: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any]:
-    """(the quickest callable that runs the op, its result)."""
+    """Runs the op. Returns the callable for it that takes the least CPU time, and the result."""
     binding = private.binding_of(func)
     if binding is not None:
         with contextlib.suppress(TypeError):
@@ -381,10 +410,10 @@ def _called(func: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any]
 
 
 def _objection(func: Any, args: Any, kwargs: Any) -> str | None:
-    """The reason why a recording cannot hold the op, or None if it can."""
+    """Returns why the op cannot be recorded as an action. None if it can."""
     name = func.name()
     if func is aten.index.Tensor and all(i is None or i.dtype in _INDICES for i in args[1]):
-        return None  # only an index of booleans reads a value
+        return None  # of all indices, only a mask of booleans makes the op read values
     if any(tag in func.tags for tag in _READS_VALUES):
         return f"{name} reads a value"
     if torch.Tag.nondeterministic_seeded in func.tags and _argument(func, "dropout_p", args, kwargs) != 0:
@@ -401,13 +430,16 @@ def _argument(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that the op writes into."""
+    """Lists the tensors among the arguments that the op writes into."""
     found = [_argument(func, name, args, kwargs) for _, name, _ in written(func)]
     return [t for t in _flat(found) if isinstance(t, Tensor)]
 
 
 def _leaves_the_gpu(args: Any, result: Any) -> bool:
-    """True for a copy to the CPU. Attention returns tuples in which seeds are on the CPU."""
+    """True if the op copies from the GPU to the CPU: its result is one tensor on the CPU.
+
+    Tuples do not count, because attention returns seeds on the CPU in a tuple.
+    """
     is_on_cpu = isinstance(result, Tensor) and result.is_cpu
     return is_on_cpu and any(isinstance(t, Tensor) and not t.is_cpu for t in _flat(args))
 
@@ -421,12 +453,12 @@ def _flat(x: Any) -> Iterator[Any]:
 
 
 def _items(x: Any, function: Callable[[Any], Any]) -> Any:
-    """``x`` with ``function(item)`` for each item; its tuples and lists as tuples."""
+    """Applies ``function`` to each item of ``x``, also in nested tuples and lists, which become tuples."""
     return tuple(_items(item, function) for item in x) if isinstance(x, (tuple, list)) else function(x)
 
 
 def _mapped(x: Any, function: Callable[[Tensor], Any]) -> Any:
-    """``x`` in new containers, with ``function(tensor)`` for each tensor."""
+    """Copies tuples, lists and dicts in ``x``, and applies ``function`` to each tensor in them."""
     if isinstance(x, Tensor):
         return function(x)
     if isinstance(x, tuple):

@@ -1,4 +1,4 @@
-"""What PyTorch declares about an op: its arguments, and whether it writes, is random, or returns a view."""
+"""Reads from the schema of a PyTorch op which arguments it has, and whether it writes or returns a view."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from sdfastgn.kernels.common.private import schema_of
 
 
 def arguments(n: Node) -> list[Any]:
-    """All arguments of the op that ``n`` calls, in the order of its schema. Missing ones are the defaults.
+    """Returns all arguments of the op that node ``n`` calls, in the order of the op's schema.
 
-    The arguments of a step, or of another function, are returned as they are.
+    Arguments that the node does not have get their default values. If ``n`` calls another function than an op
+    of PyTorch, its positional arguments are returned as they are.
     """
     found = list(n.args)
     if not isinstance(n.target, OpOverload):
@@ -37,7 +38,7 @@ def writes(op: Any) -> bool:
 
 @functools.cache
 def is_view(op: Any) -> bool:
-    """True if ``op`` is an op of PyTorch that writes nothing, and whose results may lie in its argument."""
+    """True if ``op`` is an op of PyTorch that writes nothing, and returns a view of an argument."""
     if not isinstance(op, OpOverload) or writes(op):
         return False
     return any(result.alias_info is not None for result in schema_of(op).returns)

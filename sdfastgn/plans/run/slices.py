@@ -1,4 +1,4 @@
-"""A call with many samples in slices, one after another, so that it takes only the memory of one slice."""
+"""``Slices`` runs a call with a large batch slice by slice, so that it takes only the memory of one slice."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from sdfastgn.plans.run.source import ALIGNMENT
 
 
 class Slices(NamedTuple):
-    """How a plan of one slice computes a whole call.
+    """Divides the tensors of a call into slices of its samples, and joins the results.
 
     Attributes:
         number: how many slices there are.
-        inputs: for each tensor of the call, the axis that is divided; None if all slices read the whole one.
-        results: the same for each result. A result that is not divided is equal in all slices.
+        inputs: for each tensor of the call, the axis that is divided. None if each slice reads the whole
+            tensor.
+        results: for each result, the axis along which slices are joined. None for a result that is equal in
+            all slices.
     """
 
     number: int
@@ -25,7 +27,7 @@ class Slices(NamedTuple):
     results: tuple[int | None, ...]
 
     def run(self, run: Callable[[list[Tensor]], list[Any]], tensors: Sequence[Tensor]) -> list[Any]:
-        """The results of the call. ``run`` computes the results of one slice."""
+        """Computes the results of the call. ``run`` computes the results of one slice."""
         whole: list[Any] = []
         for i in range(self.number):
             parts = run(self.slice(tensors, i))
@@ -38,18 +40,19 @@ class Slices(NamedTuple):
         return whole
 
     def slice(self, tensors: Sequence[Tensor], i: int) -> list[Tensor]:
-        """The tensors of slice ``i``."""
+        """Returns the part of each tensor that slice ``i`` reads."""
         pairs = zip(tensors, self.inputs, strict=True)
         return [t if axis is None else self._part(t, axis, i) for t, axis in pairs]
 
     def whole(self, shape: Sequence[int], axis: int | None) -> tuple[int, ...]:
-        """The shape in the call of a tensor that has ``shape`` in one slice."""
+        """Returns the shape in the whole call of a tensor that has ``shape`` in one slice."""
         return tuple(size * self.number if i == axis else size for i, size in enumerate(shape))
 
     def _part(self, t: Tensor, axis: int, i: int) -> Tensor:
         size = t.shape[axis] // self.number
         part = t.narrow(axis, i * size, size)
-        return part.clone() if part.data_ptr() % ALIGNMENT else part  # kernels need the same in each slice
+        # Kernels are compiled for aligned addresses. So a part that begins at another address is copied.
+        return part.clone() if part.data_ptr() % ALIGNMENT else part
 
     def _empty(self, part: Tensor, axis: int) -> Tensor:
         is_last = part.dim() > 3 and part.stride(1) == 1

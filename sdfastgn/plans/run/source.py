@@ -1,9 +1,12 @@
-"""Turns a recording into straight-line Python: ``generate``.
+"""``generate`` turns the recording of a plan's run into straight-line Python code.
 
-The function that comes out takes a list of the tensors among the arguments of a call, and empties it. It
-allocates what the recorded run allocated, calls what it called, and launches what it launched. It drops each
-tensor after its last use. Fixed operands and their addresses are global names of the function. After a move,
-``Code.bound`` makes a function with other ones.
+A plan is the rewritten graph of a traced call. The recording lists all allocations, calls of ops and kernel
+launches of one run (``record.py``). The generated function gets a list of the tensors among a call's
+arguments, and empties the list. It repeats the recorded allocations, calls and launches, and drops each
+tensor after its last use.
+
+Weights, constants and their addresses are global names of the function. If weights have moved to other
+memory, ``Code.bound`` makes a function from the same code with the new weights.
 """
 
 from __future__ import annotations
@@ -23,21 +26,24 @@ from sdfastgn.plans.run.record import Action, Memory, Place, Recording, Unrecord
 
 # Bytes. Triton compiles one kernel for pointers that are divisible by 16, and another one for other pointers.
 ALIGNMENT = 16
-# Row of packed operands, or of one operand; its own place; place of a tensor in the same memory.
+# Where a global tensor of the generated function comes from: (the indices of one operand, or of several
+# operands that lie side by side; the place of these; the place of the tensor in the same memory, or None for
+# the operand itself). Operands are the tensors that the plan reads.
 _Source = tuple[tuple[int, ...], Place, Place | None]
 
 
 class Code(NamedTuple):
-    """A function that has no weights yet.
+    """The code of a generated function, before weights are bound to it.
 
     Attributes:
-        source: its text.
-        code: its compiled body.
-        names: its global names that never change.
-        tensors: global name -> (row of packed operands, or row of one operand; its own place; place of the
-            tensor, or None for the operand itself).
-        addresses: global name -> the global name of the tensor whose address it is.
-        device: the GPU on which everything lies; None if it is all on the CPU.
+        source: the Python source code.
+        code: the compiled body.
+        names: global names and their values, except for weights, constants and addresses.
+        tensors: for the global name of each weight or constant: (the index of an operand, or the indices of
+            operands that lie side by side; their place; the place of the tensor, or None for the operand
+            itself).
+        addresses: for each global name of an address: the global name of the tensor that has this address.
+        device: the GPU on which all tensors lie; None if they are on the CPU.
     """
 
     source: str
@@ -48,10 +54,10 @@ class Code(NamedTuple):
     device: torch.device | None
 
     def bound(self, fixed: Sequence[Tensor], aliases: Sequence[Tensor]) -> types.FunctionType | None:
-        """The function for these fixed operands. ``aliases``: views of them without gradients.
+        """Makes the function for these weights and constants. ``aliases``: views of them without gradients.
 
-        The operands must have the recorded layouts, and the recorded distances in memory from each other.
-        None if operands are not packed any more.
+        They must have the recorded shapes and strides, and the recorded distances in memory from each other.
+        Returns None if weights that lay side by side in the recording do not any more.
         """
         names = dict(self.names)
         for name, (row, own, place) in self.tensors.items():
@@ -65,12 +71,15 @@ class Code(NamedTuple):
 
 
 def generate(recording: Recording) -> Code:
-    """Raises Unrecordable if the tensors lie on several GPUs."""
+    """Generates the code for a recording. Raises Unrecordable if the tensors lie on several GPUs."""
     return _Writer(recording).code()
 
 
 def _view(t: Tensor, own: Place, place: Place) -> Tensor:
-    """The view at ``place`` of the memory of ``t``. In the recording, ``t`` was at the place ``own``."""
+    """Makes a view of the memory of ``t``.
+
+    In the recording, ``t`` was at the place ``own``, and the view was at ``place``.
+    """
     if place == own:
         return t
     if place.dtype is own.dtype:
@@ -80,7 +89,7 @@ def _view(t: Tensor, own: Place, place: Place) -> Tensor:
 
 
 def _reread(t: Tensor, dtype: torch.dtype, shape: Any, stride: Any, more: int) -> Tensor:
-    """A view of the memory of ``t`` in another dtype, that begins ``more`` bytes after t."""
+    """Makes a view of the memory of ``t`` in another dtype, which begins ``more`` bytes after ``t``."""
     start, rest = divmod(int(t.storage_offset()) * t.itemsize + more, dtype.itemsize)
     if rest:
         raise RuntimeError(f"a view in {dtype} cannot begin inside of an element")
@@ -89,15 +98,19 @@ def _reread(t: Tensor, dtype: torch.dtype, shape: Any, stride: Any, more: int) -
 
 
 def _at(t: Tensor, shape: Any, stride: Any, more: int) -> Tensor:
-    """``private.view_at`` with PyTorch's checks, for views that live longer than a call."""
+    """Makes a view that begins ``more`` elements after ``t``.
+
+    It does what ``private.view_at`` does, but with PyTorch's checks, for views that live longer than a call.
+    """
     return t.as_strided(shape, stride, t.storage_offset() + more)
 
 
 class _Writer:
-    """Writes the lines of the function.
+    """Writes the lines of the generated function.
 
-    Local names: ``t3`` is the first tensor in memory 3, ``p3`` its address, and ``v4`` a view. Global names:
-    ``w5`` is a fixed operand or a view of it, ``p_w5`` its address, and ``g6`` any other object.
+    Local names in it: ``t3`` is the first tensor in memory number 3, ``p3`` its address, and ``v4`` a view.
+    Global names: ``w5`` is a weight or constant, or a view of one, ``p_w5`` its address, and ``g6`` any other
+    object, such as a kernel.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -110,8 +123,9 @@ class _Writer:
         self.names: dict[str, Any] = {}
         self.tensors: dict[str, _Source] = {}
         self.addresses: dict[str, str] = {}
-        self.known: dict[Any, str] = {}  # place, memory or object -> its name
-        # Place; memory and dtype; or memory -> the first row there, and its place.
+        self.known: dict[Any, str] = {}  # place, memory or object -> its name in the function
+        # For a place, for a memory with a dtype, and for a memory: the first operand, or row of operands side
+        # by side, that lies there, and its place.
         self.owners: dict[Any, tuple[tuple[int, ...], Place]] = {}
         rows = [((i,), place) for i, place in enumerate(recording.operands)]
         for row, place in (*rows, *((row, place) for place, row in recording.rows.items())):
@@ -164,7 +178,11 @@ class _Writer:
             self.alive.setdefault(place.memory, []).append(f"t{place.memory}")
 
     def launch(self, action: Action) -> str:
-        """A launch that takes addresses, if the kernel is compiled; else a call of the ``Launch``."""
+        """The code of a launch.
+
+        If the kernel is compiled, its launcher is called with addresses, which takes the least CPU time.
+        Otherwise the ``Launch`` is called with tensors.
+        """
         direct = action.function.direct()
         if direct is None or not all(map(self.is_aligned, places_in(action.args))):
             tensors = [self.argument(a) for a in action.args]
@@ -197,7 +215,7 @@ class _Writer:
         return f"{self.name(torch.empty_strided)}({sizes}, {of})"
 
     def drop(self, action: Action, i: int) -> None:
-        """Drops the names of memories that nobody reads after action ``i``."""
+        """Writes a ``del`` for the tensors in all memories that no action reads after action ``i``."""
         self.delete(m for m in {*action.reads, *(p.memory for p in action.made)} if self.last[m] == i)
 
     def delete(self, memories: Iterable[int]) -> None:
@@ -217,7 +235,7 @@ class _Writer:
     # ---- expressions
 
     def name(self, value: Any) -> str:
-        """The global name of an object."""
+        """Returns the global name of an object, which it gets if it has none."""
         key = ("object", id(value))
         if key not in self.known:
             self.known[key] = name = f"g{len(self.names)}"
@@ -225,7 +243,7 @@ class _Writer:
         return self.known[key]
 
     def value(self, value: Any) -> str:
-        """An expression for an argument that holds no tensor."""
+        """The code for an argument that contains no tensor: a literal, or a global name."""
         if (
             value is None
             or type(value) in (bool, int, str)
@@ -243,7 +261,7 @@ class _Writer:
             return f"{self.name(type(value))}({', '.join(map(self.argument, value))})"
         if isinstance(value, (tuple, list)):
             items = ", ".join(map(self.argument, value))
-            # A list of numbers, such as sizes, becomes a tuple, which Python makes only once.
+            # A list of numbers, such as sizes, becomes a tuple: Python makes tuples of literals only once.
             is_tuple = isinstance(value, tuple) or all(isinstance(item, (int, float)) for item in value)
             return f"({items},)" if items and is_tuple else f"[{items}]"
         if isinstance(value, dict):
@@ -277,7 +295,10 @@ class _Writer:
         return self.known[place]
 
     def owner(self, place: Place) -> tuple[tuple[int, ...], Place]:
-        """The first operand or row in the memory of ``place``, preferably of its dtype, and where it lies."""
+        """Finds an operand, or operands side by side, in the memory of ``place``; of its dtype if possible.
+
+        Returns their indices and their place.
+        """
         keys = place, (place.memory, place.dtype), place.memory
         return next(self.owners[key] for key in keys if key in self.owners)
 
@@ -312,7 +333,7 @@ class _Writer:
 
 
 def _needed(recording: Recording) -> list[Action]:
-    """The actions that are kept in any case, and those that make what a later one reads."""
+    """Lists the actions that must run: those with side effects, and those whose results are read later."""
     read = {place.memory for place in places_in(recording.results)}
     needed = []
     for action in reversed(recording.actions):
@@ -323,10 +344,10 @@ def _needed(recording: Recording) -> list[Action]:
 
 
 def _roots(actions: list[Action], memories: list[Memory]) -> list[Place]:
-    """The place of the first tensor in each memory.
+    """Chooses for each memory the shape and strides of the tensor that is allocated there. Returns places.
 
-    What is allocated gets the shape in which calls read it most often. They need a view for each other shape.
-    A launch takes an address, so it needs no tensor of the right shape.
+    It is the shape in which most calls of ops read the memory, because each other shape needs a view.
+    Launches do not count: they take an address, and no tensor.
     """
     roots = [memory.root for memory in memories]
     reads = Counter(place for a in actions if a.kind == "call" for place in places_in((a.args, a.kwargs)))
@@ -344,7 +365,7 @@ def _roots(actions: list[Action], memories: list[Memory]) -> list[Place]:
 
 
 def _is_whole(place: Place) -> bool:
-    """True if the elements of a tensor at ``place`` fill the memory from its start on, without gaps."""
+    """True if a tensor at ``place`` begins where its memory begins, and has no gaps between elements."""
     expected = 1
     for size, stride in sorted(zip(place.shape, place.stride, strict=True), key=lambda axis: axis[1]):
         if size != 1 and stride != expected:
@@ -354,7 +375,7 @@ def _is_whole(place: Place) -> bool:
 
 
 def _targets(results: Any) -> str:
-    """The left side of an assignment of a call's results. Empty if nothing is new."""
+    """The left side of an assignment of a call's results. Empty if no result is a new tensor."""
     if not any(True for _ in places_in(results)):
         return ""
 

@@ -1,7 +1,7 @@
-"""How many bytes the steps of a graph read and write.
+"""Computes how many bytes the steps of a rewritten graph read and write.
 
-Everything comes from ``node.meta``. So the graph of a model whose parameters are on the device meta, at its
-real size, gives the same table as the graph of a model with weights.
+A step is a node that calls a kernel or a PyTorch op. Shapes and dtypes come from ``node.meta`` alone. So the
+graph of a model whose parameters are on the device meta gives the same table as that of a model with weights.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.aliases import base, is_view, writes_over
 
 aten = torch.ops.aten
-# Steps that write a part of their first argument. They read none of it.
+# Steps that write into a part of their first argument, and do not read it.
 _PARTIAL_WRITERS = (steps.write_slice_, steps.write_select_, aten.copy_.default)
-# Ops that read only the selected elements of their first argument: as many as the result has.
+# Ops that read only some elements of their first argument: as many as the result has.
 _SELECTIONS = (
     aten.embedding.default,
     aten.gather.default,
     aten.index.Tensor,
     aten.index_select.default,
 )
-# Steps that PyTorch's libraries compute.
+# Steps that call cuDNN, cuBLAS or PyTorch's attention.
 _LIBRARY = (
     steps.conv,
     steps.conv_relu,
@@ -54,7 +54,7 @@ _COPIES = (
     steps.write_select_,
     steps.write_slice_,
 )
-# Kind of a step -> what it is called below a table.
+# For each kind of a step, its name in the lines below a table of steps.
 _KINDS = {
     "kernel": "our kernels",
     "library": "convolutions, products and attention",
@@ -64,13 +64,15 @@ _KINDS = {
 
 
 class Step(NamedTuple):
-    """One step of a plan.
+    """One step of a plan: a call of a kernel or of a PyTorch op.
 
     Attributes:
-        name: the name of its node.
-        target: the name of the step, or of the op of aten.
-        kind: a key of ``_KINDS``.
-        shape, dtype: of the result, or of its first tensor if it is a tuple. None if no tensor of it is read.
+        name: the name of its node in the graph.
+        target: the name of the function in ``plans/run/steps``, or of the op of aten.
+        kind: "kernel" for this package's kernels, "library" for convolutions, matrix products and attention,
+            "copy" for steps that only move elements, and "upstream" for ops that no rule has replaced.
+        shape, dtype: shape and dtype of the result, or of the first tensor if the result is a tuple. None if
+            no other node reads a tensor of the result.
         read, written: bytes. Memory that a step reads through several views counts once.
     """
 
@@ -84,12 +86,12 @@ class Step(NamedTuple):
 
 
 def steps_of(graph: fx.Graph) -> list[Step]:
-    """The steps of ``graph``, in order. Views are none. A ``reshape`` that has to copy counts as a view."""
+    """Lists the kernel and op calls of ``graph``, in order. Views and all reshapes are left out."""
     return [_step(n) for n in graph.nodes if n.op == "call_function" and not is_view(n)]
 
 
 def table(found: Sequence[Step]) -> str:
-    """One line a step, then the totals, and the ops that stayed as upstream wrote them."""
+    """Makes a table: one line for each step, then the totals, then the ops that no rule has replaced."""
     lines = [
         f"{s.name:32} {s.target:28} {_tensor(s):32} {s.read / 1e6:12.3f} {s.written / 1e6:12.3f}"
         for s in found
@@ -108,7 +110,10 @@ def table(found: Sequence[Step]) -> str:
 
 
 def memory(n: Node) -> int:
-    """Bytes that a reader of all of ``n`` touches. An element that is repeated by a view counts once."""
+    """Bytes in memory that a node touches when it reads all of ``n``.
+
+    An element that a view repeats counts once.
+    """
     size = _bytes(n)
     if is_view(n) and n.target is not operator.getitem:
         size = min(size, memory(n.args[0]))
@@ -116,16 +121,16 @@ def memory(n: Node) -> int:
 
 
 def peak(graph: fx.Graph) -> int:
-    """The most bytes that values of ``graph`` take at any time, apart from its placeholders.
+    """Computes how many bytes the values of ``graph`` take at most at one time, without its placeholders.
 
-    A value exists until its last use. A ``reshape`` that has to copy counts as a view.
+    A value takes memory until its last use. A reshape that must copy counts as a view, which takes none.
     """
     homes: dict[Node, Node] = {}
-    last: dict[Node, Node] = {}  # home of a value -> the last node that reads it
+    last: dict[Node, Node] = {}  # node whose memory a value is in -> the last node that reads it
     for n in graph.nodes:
         source: Any = n.args[0] if is_view(n) or writes_over(n) else n
         if n.target is operator.getitem and (n.args[1] or not writes_over(source)):
-            source = n  # an item of the results of a step that computes them
+            source = n  # ``n`` is one of several results of a function, and has memory of its own
         homes[n] = n if source is n else homes[source]
         last.update((homes[a], n) for a in n.all_input_nodes)
     ends: dict[Node, list[Node]] = collections.defaultdict(list)

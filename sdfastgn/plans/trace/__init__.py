@@ -1,1 +1,1 @@
-"""Writes down what one call of a model computes, as a graph of ops that write nothing."""
+"""Records what one call of a model computes, as an fx graph of PyTorch's ops without in-place writes."""

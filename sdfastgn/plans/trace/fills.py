@@ -1,8 +1,9 @@
-"""Numbers that a call writes into parts of a new tensor, such as a mask that a loop fills row by row.
+"""Traces writes of numbers into parts of a new tensor, such as a mask that a loop fills row by row.
 
-These writes wait until somebody reads the tensor. Then a few of them become nodes. Many of them become a
-constant, which is filled on the CPU: a mask of 7800 rows would be 58,000 nodes. If most rows are equal, as in
-a mask of frames, the constant has each row once: such a mask of 48,000 rows would take 5 GB.
+These writes are collected until the traced code reads the tensor. If there are few, each becomes a node of
+the graph. If there are many, a constant is filled on the CPU instead, because a mask of 7800 rows would
+become 58,000 nodes. If most rows are equal, as in a mask that hides frames of a video, the constant has each
+different row once: a whole mask of 48,000 rows would take 5 GB.
 """
 
 from __future__ import annotations
@@ -18,31 +19,32 @@ from sdfastgn.plans.trace.refusals import refuse
 from sdfastgn.plans.trace.tensors import Step, TracedTensor
 
 aten = torch.ops.aten
-# Ops that fill a tensor with one number, if the value that they write is a number.
+# In-place ops that fill a tensor with one number, if the value that they write is a number.
 FILLS = {aten.fill_.Tensor, aten.fill_.Scalar, aten.copy_.default, aten.zero_.default}
 _NEW = (aten.full.default, aten.zeros.default, aten.ones.default)
-# More writes than this become a constant.
+# If more writes than this were collected for a tensor, the tensor becomes a constant instead of nodes.
 MOST_NODES = 64
-# Bytes (1 GB) of the largest constant.
+# Bytes (1 GB). If a constant would be larger, the call is not traced.
 _MOST_MEMORY = 1 << 30
 
 
 class Fill(NamedTuple):
-    """A write of ``number`` into a view of a tensor. The steps of ``path`` make the view."""
+    """A write of ``number`` into a view of a tensor. ``path``: the ops that make the view from the tensor."""
 
     path: tuple[Step, ...]
     number: Any
 
 
 def is_new(base: TracedTensor) -> bool:
-    """True if the call has just made ``base`` from numbers."""
+    """True if the call has made ``base`` by ``full``, ``zeros`` or ``ones``, and its value is still that."""
     return base.node.target in _NEW and base.memory is None
 
 
 def filled(made: fx.Node, fills: Sequence[Fill]) -> tuple[Tensor, Tensor | None]:
-    """The values on the CPU of the tensor of the node ``made``, after ``fills``: (rows, which).
+    """Computes on the CPU the values that the tensor of node ``made`` has after the writes ``fills``.
 
-    Row i of the tensor is ``rows[which[i]]``. ``which`` None: ``rows`` is the tensor.
+    Returns (rows, which). Row i of the tensor is ``rows[which[i]]``. If ``which`` is None, ``rows`` is the
+    whole tensor.
     """
     shape, which = made.meta["shape"], None
     found = _different_rows(shape, fills)
@@ -63,9 +65,10 @@ def filled(made: fx.Node, fills: Sequence[Fill]) -> tuple[Tensor, Tensor | None]
 
 
 def _different_rows(shape: Sequence[int], fills: Sequence[Fill]) -> tuple[list[Fill], list[int]] | None:
-    """(the fills of the rows that differ, and for each row of the tensor the index of its fills).
+    """Finds rows of a tensor that get the same writes.
 
-    None if more than half of the rows differ, or if some of ``fills`` write into several rows.
+    Returns (the writes for each different row, and for each row of the tensor the index of its different
+    row). None if more than half of the rows differ, or if some of ``fills`` write into several rows.
     """
     of_row: dict[int, list[Fill]] = {}
     for fill in fills:
@@ -77,7 +80,7 @@ def _different_rows(shape: Sequence[int], fills: Sequence[Fill]) -> tuple[list[F
     different, which = [], []
     for row in range(shape[0]):
         own = of_row.get(row, [])
-        # -0.0 and 0.0, or True and 1, are equal, but have other texts.
+        # Texts are compared and not values, because -0.0 == 0.0 and True == 1.
         text = repr([([step[:3] for step in path[1:]], number) for path, number in own])
         if text not in found:
             at = found[text] = len(found)

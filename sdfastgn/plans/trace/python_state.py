@@ -1,4 +1,7 @@
-"""Checks what the Python code of a call does in a trace: it must not change modules, nor read values."""
+"""Checks the Python code of a call in a trace: it must not change modules, nor read values of tensors.
+
+A plan runs only the traced ops, and would not repeat such things.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from sdfastgn.plans.trace.tensors import TracedTensor
 # ---- attributes of modules
 
 _CONTAINERS = {list, dict, set, deque, OrderedDict, defaultdict}
-# Values of these types are equal if ``==`` says so.
+# Two values of one of these types count as equal if ``==`` is true. Other objects must be identical.
 _VALUES = {
     int,
     float,
@@ -34,14 +37,17 @@ _VALUES = {
     torch.Size,
     frozenset,
 }
-# Attributes of these types hold no state of their own that a call would change.
+# Objects of these types are not searched for attributes that a call may change.
 _STATELESS = (Tensor, nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
-# Depth to which containers in containers, and attributes of objects in attributes, are followed.
+# To this depth, containers in containers, and attributes of objects in attributes, are compared.
 _DEPTH = 3
 
 
 class ModuleState:
-    """A model's state before a trace: its modules' attributes, and the objects and containers in them."""
+    """Records the attributes of a model's modules before a trace, and finds and undoes changes after it.
+
+    It also records lists, dicts and objects in these attributes.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.namespaces: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
@@ -75,7 +81,10 @@ class ModuleState:
                 self._note_attributes(value, depth)
 
     def restore(self) -> list[str]:
-        """Undoes all changes that the traced call has made. Returns them, as reasons not to use the trace."""
+        """Undoes all changes that the traced call has made, and returns a text for each of them.
+
+        The texts say why the trace must not be used.
+        """
         reasons: list[str] = []
         changed = {key for key, (value, copy) in self.contents.items() if not _has_same_items(value, copy)}
         for holder, now, before in self.namespaces:
@@ -92,9 +101,10 @@ class ModuleState:
         return reasons
 
     def kept(self) -> dict[nn.Module, set[str]]:
-        """Module -> names of its attributes that the call has changed.
+        """Returns, for each module, the names of its attributes that the call has changed.
 
-        Empty if none of these attributes keeps a tensor, or if the call has changed other objects too.
+        The result is empty if none of these attributes keeps a tensor. It is also empty if the call has
+        changed attributes of objects that are no modules.
         """
         found: dict[nn.Module, set[str]] = {}
         if any(is_tensor for *_, is_tensor in self.changed):
@@ -117,7 +127,7 @@ class ModuleState:
             yield f"the call deletes {type(holder).__name__}.{key}"
 
     def _is_equal(self, value: Any, old: Any) -> bool:
-        """True if ``value`` equals what ``old`` was before the call."""
+        """True if ``value`` equals what ``old`` was before the call, which may have changed ``old``."""
         _, items = self.contents.get(id(old), (None, None))
         if items is None:
             if type(value) is tuple is type(old) and len(value) == len(old):
@@ -133,7 +143,7 @@ class ModuleState:
 
 
 def _random_states() -> list[tuple[str, Any, Callable[[Any], object]]]:
-    """For each source of random numbers outside of PyTorch: its name, its state, and what sets the state."""
+    """Lists random generators outside of PyTorch: (name, state, function that sets the state)."""
     found: list[tuple[str, Any, Callable[[Any], object]]] = [
         ("Python's module random", random.getstate(), random.setstate)
     ]
@@ -146,7 +156,7 @@ def _random_states() -> list[tuple[str, Any, Callable[[Any], object]]]:
 
 def _copy(value: Any) -> Any:
     if isinstance(value, dict):
-        return dict(value)  # a tenth of the time of OrderedDict.copy
+        return dict(value)  # for an OrderedDict, this is ten times as fast as its ``copy``
     return set(value) if isinstance(value, set) else list(value)
 
 
@@ -166,7 +176,7 @@ def _refill(value: Any, copy: Any) -> None:
 
 
 def _contains(value: Any, containers: set[int], depth: int = 0) -> bool:
-    """True if ``value`` is one of the containers with these ids, or one of them lies in it."""
+    """True if ``value`` is, or contains, one of the containers with the ids ``containers``."""
     if id(value) in containers:
         return True
     if depth > _DEPTH or type(value) not in {*_CONTAINERS, tuple}:
@@ -184,7 +194,7 @@ def _holds_traced(value: Any, depth: int = 0) -> bool:
     return any(_holds_traced(item, depth + 1) for item in items)
 
 
-# ---- what all threads share: methods that read tensors without an op, and torch.compile
+# ---- changes that affect all threads: methods that read tensors without an op, and torch.compile
 
 _READERS = ("numpy", "tolist", "__array__", "__dlpack__")
 _lock = threading.Lock()
@@ -202,7 +212,7 @@ def _refusing(name: str, function: Any) -> Any:
 
 
 def _set_data(self: Tensor, value: Tensor) -> None:
-    if type(value) is TracedTensor:  # it has no memory that ``self`` could take over
+    if type(value) is TracedTensor:  # a traced tensor has no memory that ``self`` could take over
         refuse("the call assigns to Tensor.data, as Module.to does")
     Tensor.__base__.data.__set__(self, value)  # type: ignore[union-attr]
 
@@ -212,7 +222,10 @@ _DATA = property(lambda self: Tensor.__base__.data.__get__(self), _set_data)  # 
 
 @contextlib.contextmanager
 def _refusing_readers() -> Iterator[None]:
-    """In threads that trace, tensors refuse methods that read values. The other threads notice nothing."""
+    """A context in which methods that read a tensor's values raise an error in threads that trace.
+
+    In other threads these methods work as before.
+    """
     refusing = {name: _refusing(name, getattr(Tensor, name)) for name in _READERS}
     own = {name: Tensor.__dict__.get(name) for name in (*refusing, "data")}
     for name, instead in (*refusing.items(), ("data", _DATA)):
@@ -226,9 +239,9 @@ def _refusing_readers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_compilation() -> Iterator[None]:
-    """Functions that are compiled by torch.compile run as they are written, in all threads.
+    """A context in which functions that torch.compile would compile run as they are written, in all threads.
 
-    Dynamo never compiles a function again that it has met once in a dispatch mode such as a trace.
+    A trace is a dispatch mode. If Dynamo meets a function in a dispatch mode, it never compiles it later.
     """
     if "torch._dynamo" in sys.modules:
         with torch.compiler.set_stance("force_eager"):
@@ -237,15 +250,18 @@ def _without_compilation() -> Iterator[None]:
     try:
         yield
     finally:
-        if "torch._dynamo" in sys.modules:  # the call has imported it, and nothing else is compiled yet
+        # If the traced call has imported Dynamo, Dynamo has met only this call, so all that it knows is
+        # dropped.
+        if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
 
 
 @contextlib.contextmanager
 def shared_state() -> Iterator[None]:
-    """Changes what all threads share, while one of them traces.
+    """A context for a trace. It makes changes that affect all threads, and undoes them after the last trace.
 
-    Raises RuntimeError in a call of a function that torch.compile is about to compile.
+    They stop torch.compile, and make methods that read values of tensors fail in threads that trace. Raises
+    RuntimeError inside of a function that torch.compile is about to compile.
     """
     global _traces
     with _lock:
@@ -269,7 +285,10 @@ def shared_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_autocast_cache() -> Iterator[None]:
-    """Autocast keeps no traced copies of weights, which it would give to later calls."""
+    """A context in which autocast does not cache the casts of weights.
+
+    In a trace these are tensors without memory, and autocast would use them in later calls.
+    """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -1,4 +1,4 @@
-"""Refusals: the reason why a call cannot be traced, and the line of code that is the cause."""
+"""``refuse`` ends a trace. Its error says why the call cannot be traced, and which line is the cause."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch._ops import OpOverload
 from sdfastgn.plans.trace.traced import Untraceable
 
 aten = torch.ops.aten
-# Random ops that are not refused. They fill a new tensor, which has the same strides in a plan. A plan that
-# runs them in the same order draws the numbers that the model's code would draw.
+# Random ops that may be traced. They fill a new tensor, which has the same strides when a plan runs the
+# traced ops. If the plan runs them in the same order, it draws the same numbers as the model's code.
 DRAWN = (aten.randn.default, aten.randn.generator, aten.rand.default, aten.rand.generator)
 
 
@@ -28,18 +28,19 @@ def is_random(op: Any) -> bool:
 
 
 _thread = threading.local()
-# Packages whose code is not the cause of a refusal, but what the cause calls.
+# If a call cannot be traced, the error names the line of code that is the cause. Lines in these packages are
+# skipped, because the cause is the code that has called them.
 _SKIPPED = {"torch", "sdfastgn", "contextlib", "functools", "numpy"}
 
 
 def is_tracing() -> bool:
-    """True in a thread that is tracing a call."""
+    """True if the current thread is tracing a call."""
     return getattr(_thread, "reasons", None) is not None
 
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[str]]:
-    """Marks this thread as tracing, and yields the list of reasons that ``refuse`` notes."""
+    """A context that marks this thread as tracing. Yields a list, to which ``refuse`` adds its reasons."""
     reasons: list[str] = []
     _thread.reasons = reasons
     try:
@@ -49,7 +50,10 @@ def noted() -> Iterator[list[str]]:
 
 
 def refuse(reason: str) -> NoReturn:
-    """Raises Untraceable. The trace fails even if the call's code catches the exception."""
+    """Raises Untraceable, and records the reason.
+
+    Because of the record, the trace fails even if the traced code catches the exception.
+    """
     place = _place(_outer(sys._getframe(1)))
     text = f"{reason} ({place})" if place else reason
     if is_tracing():
@@ -58,7 +62,7 @@ def refuse(reason: str) -> NoReturn:
 
 
 def reason_of(error: Exception) -> str:
-    """The reason that an exception in the call's code gives."""
+    """Returns a text that says why a call cannot be traced, from an exception that its code has raised."""
     if isinstance(error, Untraceable):
         return str(error)
     place = _place(_innermost(error.__traceback__))
@@ -87,7 +91,7 @@ def _innermost(traceback: TracebackType | None) -> tuple[FrameType, int] | None:
 
 
 def _place(where: Any) -> str:
-    """The file and line of a frame, or of a (frame, line). Empty for None."""
+    """Returns the Python module and line of ``where``: a frame or (frame, line). Empty for None."""
     if where is None:
         return ""
     frame, line = where if isinstance(where, tuple) else (where, where.f_lineno)

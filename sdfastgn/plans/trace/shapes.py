@@ -1,7 +1,9 @@
-"""Shapes, strides, dtypes and devices of the results of ops.
+"""Finds the metadata of the results of ops: shapes, strides, dtypes and devices.
 
-They depend on the op, on the shapes, strides, dtypes and devices of its tensors, on its numbers and on a few
-settings of PyTorch. PyTorch is asked once in a process for each such combination.
+A trace needs it, because its tensors have no memory and ops do not really run. Metadata of results depends on
+the op, on metadata of the op's tensors, on its other arguments and on a few settings of PyTorch. For each
+such combination, PyTorch computes it once in a process, with meta tensors or fake tensors. Then it is in a
+table.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from sdfastgn.plans.trace.refusals import refuse
 from sdfastgn.plans.trace.tensors import Metadata, TracedTensor, forget_metadata, metadata, metadata_of
 
 aten = torch.ops.aten
-# Entries of the table. A model needs about 100 to 400, a new image size as many again.
+# The table is emptied if it has more entries than this. A model needs about 100 to 400 entries for each image
+# size.
 _MOST = 100_000
 _table: dict[Any, Any] = {}
-# For these ops (and for views) PyTorch's kernels for the device "meta" give the strides of every device. They
-# need a tenth of the time of fake tensors.
+# For these ops, and for views, results have the same strides on the device "meta" as on every other device.
+# Computing metadata with meta tensors takes a tenth of the time that fake tensors take.
 _SAME_ON_META = {
     aten.add.Tensor,
     aten.mul.Tensor,
@@ -40,15 +43,15 @@ _SAME_ON_META = {
     aten._unsafe_view.default,
     aten.group_norm.default,
 }
-# The strides of the results are certain, except for ops of other packages, and for ops whose names begin with
-# one of these texts. Those strides are guesses: they depend on the backend, or fake tensors do not find the
-# strides of every device.
+# If the name of an op begins with one of these texts, the strides of its results count as guesses: they
+# depend on the backend, or fake tensors may give other strides than the device. Strides of ops from other
+# packages than PyTorch count as guesses too. For all other ops, strides are certain.
 _GUESSED = (
     "_fft_", "_linalg_", "adaptive_", "avg_pool", "batch_norm", "cudnn_batch_norm", "fft_", "grid_sampler",
     "index", "instance_norm", "linalg_", "max_pool", "miopen_batch_norm", "native_batch_norm",
     "reflection_pad", "replication_pad", "roll", "scaled_dot_product_attention", "upsample_",
 )  # fmt: skip
-# The results of these ops are contiguous for any strides of the tensors.
+# The results of these ops are contiguous, whatever strides their arguments have.
 _CONTIGUOUS = {
     aten.linear.default,
     aten.layer_norm.default,
@@ -60,7 +63,7 @@ _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d
 
 
 def is_guess(op: Any, args: Any, kwargs: Any) -> bool:
-    """True if the strides of the results of ``op`` may be others than those that this file finds."""
+    """True if the results of ``op`` may have other strides on the device than this file finds."""
     if op in _CONTIGUOUS or kwargs.get("memory_format") in _FORMATS:
         return False
     tensors = _tensors((*args, *kwargs.values()))
@@ -85,21 +88,28 @@ def _tensors(args: Any) -> Iterator[Tensor]:
 
 
 def surroundings() -> tuple[Any, ...]:
-    """The settings of PyTorch on which results' metadata depends. Backends of attention choose strides."""
+    """Returns the settings of PyTorch on which the metadata of results depends.
+
+    Which backends of attention are allowed counts, because each has its own strides.
+    """
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     switches = tuple(switch() for switch in private.switches)
     return torch.get_default_dtype(), device, switches, tuple(private.sdp_priority_order())
 
 
 class Inference:
-    """Finds the metadata of results. ``known`` gives the metadata of a tensor that is an argument."""
+    """Finds the metadata of the results of ops. ``known``: returns the metadata of an argument of an op."""
 
     def __init__(self, known: Callable[[Tensor], Metadata]) -> None:
         self.known = known
         self.fake: Any = None
 
     def __call__(self, op: Any, key: list[Any], args: Any, kwargs: Any, *, is_view: bool = False) -> Any:
-        """The metadata of the result, or a tuple if there are several. Raises what the op would raise."""
+        """Returns the metadata of the result of ``op``, or a tuple of it if there are several results.
+
+        ``key``: describes the op, its arguments and the settings, for the table. Raises what the op would
+        raise for wrong arguments.
+        """
         at = tuple(key)
         found = _table.get(at)
         if found is None:
@@ -110,7 +120,8 @@ class Inference:
                     *self._on_meta(args), **dict(zip(kwargs, self._on_meta(kwargs.values()), strict=True))
                 )
                 if op is aten.group_norm.default and device.type == "cpu":
-                    # On other devices the result is contiguous, as on "meta".
+                    # On the CPU a GroupNorm keeps the memory format. On other devices the result is
+                    # contiguous, as on the device "meta".
                     x = args[0]
                     out = torch.empty_like(out, memory_format=private.suggest_memory_format(x))
                 found = _described(op, out, device)
@@ -128,7 +139,8 @@ class Inference:
         with self.fake:
             a, k = self._like(args, None), dict(zip(kwargs, self._like(kwargs.values(), None), strict=True))
             try:
-                # Attention chooses its backend, and so its strides, only above the ops that fake tensors see.
+                # Attention chooses its backend, and so its strides, in code above the ops that fake tensors
+                # see. So that code must run too.
                 return private.run_composite(op, a, k) if private.is_composite(op) else op(*a, **k)
             except NotImplementedError as error:
                 refuse(f"PyTorch does not know the shape of the result of {op}: {str(error)[:200]}")
@@ -141,7 +153,7 @@ class Inference:
         return self._like(args, "meta")
 
     def _like(self, args: Any, device: str | None) -> list[Any]:
-        """``args`` with tensors of the same metadata instead of tensors."""
+        """Replaces the tensors in ``args`` by empty ones with equal metadata."""
         made: list[Any] = []
         for a in args:
             if isinstance(a, Tensor):

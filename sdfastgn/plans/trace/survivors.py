@@ -1,4 +1,8 @@
-"""Traced tensors that are still alive after a trace: something in Python or PyTorch keeps them."""
+"""Finds out whether something keeps traced tensors alive after a trace.
+
+Such a call keeps state for later calls, which a plan would not repeat. Traced tensors have no memory, so
+later calls could not use them either.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,26 @@ from typing import Any
 from torch import Tensor, nn
 
 _Cache = type(functools.cache(lambda: None))
-# Containers around a tensor are followed so far to find a name for what keeps it.
+# To find a name for what keeps a tensor, objects that refer to it, and objects that refer to these, are
+# searched to this depth.
 _DEPTH = 6
 
 
 def kept(made: list[weakref.ref[Tensor]]) -> list[str]:
-    """What still keeps tensors of a trace, as reasons not to use it.
+    """Finds what still keeps tensors of a trace, and returns it as reasons why the trace cannot be used.
 
-    Caches of ``functools`` are emptied. The next call of their function computes its result anew, so they
-    are no reason.
+    Caches of ``functools`` are emptied, and are no reason: the next call of the cached function computes its
+    result anew.
+
+    ``made``: weak references to all tensors of the trace.
     """
     if not _alive(made):
         return []
-    gc.collect()  # they may be in a cycle that nothing else refers to
+    gc.collect()  # the tensors may be in a reference cycle that nothing else refers to
     if not _alive(made):
         return []
     is_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()  # the collector does not tell what frozen objects refer to
+    gc.unfreeze()  # ``gc.get_referrers`` does not find frozen objects
     try:
         return _reasons(made)
     finally:
@@ -52,7 +59,7 @@ def _alive(made: list[weakref.ref[Tensor]]) -> list[Any]:
 
 
 def _keepers(tensors: list[Any]) -> tuple[list[Any], list[str]]:
-    """The caches of functools and the names of other holders that lead to ``tensors``."""
+    """Lists the ``functools`` caches that keep ``tensors``, and the names of other objects that keep them."""
     caches, names = [], []
     seen = {id(tensors)}
     level: list[Any] = tensors
@@ -78,7 +85,7 @@ def _keepers(tensors: list[Any]) -> tuple[list[Any], list[str]]:
 
 
 def _name(holder: Any) -> str:
-    """What a user calls ``holder``. Empty for containers without a name."""
+    """Describes ``holder``, which keeps a tensor, in words of a user. Empty for unnamed containers."""
     if isinstance(holder, dict) and "__name__" in holder and "__builtins__" in holder:
         return f"a global variable of {holder['__name__']}"
     if isinstance(holder, FunctionType):

@@ -1,4 +1,4 @@
-"""Traced tensors: they have a shape, strides, a dtype and a device, but no memory."""
+"""The tensors of a trace. They have a shape, strides, a dtype and a device, but no memory and no values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sdfastgn.plans.trace.refusals import refuse
 
 
 class Metadata:
-    """What is known of a tensor without its values. Equal metadata is the same object."""
+    """Shape, strides, dtype and device of a tensor. For equal ones there is only one object."""
 
     __slots__ = ("device", "dtype", "for_node", "shape", "stride")
 
@@ -42,7 +42,7 @@ def forget_metadata() -> None:
 
 
 class Step(NamedTuple):
-    """An op that makes a view of a tensor: ``op(tensor, *args, **kwargs)``."""
+    """One op that makes a view: ``op(tensor, *args, **kwargs)``. ``result`` is the metadata of the view."""
 
     op: Any
     args: tuple[Any, ...]
@@ -51,15 +51,17 @@ class Step(NamedTuple):
 
 
 class Memory:
-    """What a trace does not know of a tensor's memory, because strides of results may differ by device.
+    """Says that a trace does not know exactly where a tensor lies in memory.
 
-    A tensor and its views have the same memory. If strides decide whether a result is a view or a copy, it
-    has its own ``Memory``.
+    This is so if an op gives other strides on other devices. An op such as ``reshape`` then returns a view or
+    a copy, depending on the strides. A tensor and its certain views share one ``Memory``. A result that may
+    be a view or a copy gets its own.
 
     Attributes:
-        is_guess: True if the strides may differ from the strides in the trace.
-        others: the ``Memory`` of each tensor that may lie in the same memory.
-        is_written: True if a tensor in one of the ``others`` has been written.
+        is_guess: True if the strides on the device may differ from those in the trace.
+        others: the ``Memory`` of each tensor that may lie in the same memory as this one.
+        is_written: True if the traced code has written into a tensor of one of the ``others``. Then it is not
+            known whether this tensor has changed too.
     """
 
     __slots__ = ("is_guess", "is_written", "others")
@@ -88,16 +90,18 @@ def _refused(name: str) -> Any:
 
 
 class TracedTensor(Tensor):
-    """A tensor without memory.
+    """A tensor without memory, with which the model's code runs in a trace.
 
     Attributes:
-        metadata: its shape, strides, dtype and device.
-        node: the node of the graph whose value it has.
-        base: the tensor whose memory it is a view of. None: it has memory of its own.
-        path: the steps that lead from ``base`` to it.
-        version: of a base, the number of writes into it. Of a view, the base's version that ``node`` has.
-        memory: None if all is known of its memory.
-        fills: of a base, the writes into it that wait (``fills.py``). None: no further ones wait.
+        metadata: shape, strides, dtype and device.
+        node: the node of the graph whose value the tensor has.
+        base: the tensor of which this one is a view. None if it is no view.
+        path: the view ops that lead from ``base`` to this tensor.
+        version: if the tensor is no view, the number of writes into it so far. For a view, the ``version``
+            that its base had when ``node`` was made: if it differs now, ``node`` is outdated.
+        memory: None if the strides are certain. Otherwise says what is not known about the memory.
+        fills: writes of numbers into this tensor that have no nodes yet (``fills.py``). None if all further
+            writes get nodes at once.
     """
 
     metadata: Metadata
@@ -112,7 +116,7 @@ class TracedTensor(Tensor):
 
     @property
     def owner(self) -> TracedTensor:
-        """The tensor that has the memory: the base, or itself if it is no view."""
+        """The tensor of which this one is a view, or this tensor itself if it is no view."""
         return self if self.base is None else self.base
 
     @classmethod
@@ -129,7 +133,8 @@ class TracedTensor(Tensor):
     __array__ = _refused("__array__")
     __dlpack__ = _refused("__dlpack__")
     __reduce_ex__ = _refused("__reduce_ex__")
-    # PyTorch would exchange what its C++ tensor refers to, and the node would stay.
+    # An assignment to ``data`` is refused: PyTorch would exchange the C++ tensor, and ``node`` would stay as
+    # it is.
     data = property(lambda self: self.detach(), _refused("data"))
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
@@ -146,7 +151,8 @@ class TracedTensor(Tensor):
 def make(
     m: Metadata, node: fx.Node, base: TracedTensor | None = None, path: tuple[Step, ...] = ()
 ) -> TracedTensor:
-    # PyTorch lets a view of a parameter be no inference tensor, even in inference mode.
+    # In inference mode too, traced tensors are no inference tensors, because PyTorch's views of parameters
+    # are none either.
     with torch.inference_mode(False):
         t: Any = private.make_wrapper(TracedTensor, m.shape, strides=m.stride, dtype=m.dtype, device=m.device)
     t.metadata, t.node, t.base, t.path = m, node, base, path

@@ -1,4 +1,4 @@
-"""The result of a trace, and the reasons why there is none."""
+"""The result of tracing a call, and the exception that says why a call cannot be traced."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx, nn
 
 
-class Untraceable(Exception):  # noqa: N818  # no error for callers: they run upstream's code
-    """The call cannot be traced. The message says why, in words that follow "no plan: ".
+class Untraceable(Exception):  # noqa: N818  # callers catch it, and run the model's own code
+    """Raised if a call cannot be traced. The message says why. Reports print it after "no plan: ".
 
     Attributes:
-        kept: module -> names of its attributes that the call changes, if it keeps tensors in some of them,
-            and changes no other objects.
-        sets_attributes: True if this is the only kind of reason: the call sets attributes of the model, or of
-            objects in it.
+        kept: if the call keeps tensors in attributes of modules, and changes no other objects: for each
+            module, the names of all attributes that the call changes. Otherwise empty.
+        sets_attributes: True if the only reason is that the call sets attributes of the model, or of objects
+            in it.
     """
 
     def __init__(
@@ -26,22 +26,24 @@ class Untraceable(Exception):  # noqa: N818  # no error for callers: they run up
 
 
 class Traced(NamedTuple):
-    """The graph of one call.
+    """The traced graph of one call.
 
     Attributes:
-        graph: its placeholders are the parameters, then the others, then the tensors among the arguments of
-            the call. Other nodes are ``get_attr`` (small tensors that the call's code makes from numbers) and
-            ``call_function``, whose targets are ops that write nothing, of aten or of other packages, and
-            ``operator.getitem``. A view stands for a value, so as an op it may need a copy. The only op that
-            writes is ``aten.copy_.default``, at the end, into placeholders that the call writes.
-            ``linear``, ``layer_norm``, ``group_norm``, ``rms_norm`` and ``scaled_dot_product_attention`` of
-            aten stay whole. ``node.meta`` of each node whose value is a tensor has "shape" (a tuple), "dtype"
-            and "device". The output is a flat list.
+        graph: its placeholders are ``parameters``, then ``others``, then the tensors among the arguments of
+            the call. Its other nodes are ``get_attr``, for small tensors that the model's code makes from
+            numbers, and ``call_function``. Functions are ops of aten or of other packages that write nothing,
+            and ``operator.getitem``. A node stands for a value, wherever it lies in memory. So an op that
+            makes a view may have to copy when it runs. The only op that writes is ``aten.copy_.default``. It
+            stands at the end, and writes into placeholders into which the call writes. ``linear``,
+            ``layer_norm``, ``group_norm``, ``rms_norm`` and ``scaled_dot_product_attention`` of aten are
+            single nodes, and not split into simpler ops. ``node.meta`` has "shape" (a tuple), "dtype" and
+            "device" of each node whose value is a tensor. The output is a flat list.
         parameters: (module, "_parameters" or "_buffers", name) of each parameter or buffer that is read.
-        others: other tensors that are read, for example in closures and plain attributes.
+        others: all other tensors that are read, for example in closures and plain attributes.
         spec: the ``TreeSpec`` of (args, kwargs).
         out_spec: the ``TreeSpec`` of the result.
-        slices: the ``Slices`` of the call, if ``graph`` computes one of them (``rewrite/slices.py``).
+        slices: how the samples of a large batch are divided, if ``graph`` computes only one slice of them
+            (``rewrite/slices.py``). Otherwise None.
     """
 
     graph: fx.GraphModule

@@ -1,4 +1,4 @@
-"""Traces a call: upstream's Python runs once with tensors without memory, and each op becomes a node."""
+"""Traces a call: the model's Python runs once with tensors without memory, and each op becomes a node."""
 
 from __future__ import annotations
 
@@ -39,15 +39,21 @@ def trace(
     beside: Iterable[nn.Module] = (),
     **kwargs: Any,
 ) -> Traced:
-    """The graph of ``call(*args, **kwargs)``, which runs ``model``. Raises Untraceable.
+    """Traces ``call(*args, **kwargs)``, which runs ``model``, and returns its graph.
 
-    Tensors in ``args`` and ``kwargs`` are the graph's inputs. Other arguments are constants. The graph holds
-    for tensors with the same shapes, strides, dtypes and devices that share no memory with each other.
+    Tensors in ``args`` and ``kwargs`` become the inputs of the graph, and all other arguments constants. The
+    graph is valid for tensors with the same shapes, strides, dtypes and devices that share no memory with
+    each other. Raises Untraceable, with the reason.
 
-    ``strides_of``: gives the strides that the trace assumes for a parameter of a module, or None for its own.
-    They decide the strides of results, and so which results are views.
-    ``beside``: modules that the call runs although ``model`` does not have them. Their parameters count as
-    those of ``model``.
+    Args:
+        model: the model.
+        call: a function that runs the model.
+        args, kwargs: the arguments of ``call``.
+        strides_of: a function (module, parameter) -> the strides that the trace assumes for the parameter.
+            They decide the strides of results, and so which results are views. None: the parameter's own
+            strides.
+        beside: modules that ``call`` runs although they are not in ``model``. Their parameters are treated
+            like those of ``model``.
     """
     if is_tracing():
         raise Untraceable("the call runs inside of a trace of another call")
@@ -59,7 +65,7 @@ def trace(
             traced = tracer.traced(call, args, kwargs)
         except Exception as error:
             reasons.append(reason_of(error))
-        except BaseException as error:  # such as KeyboardInterrupt: the model is put back first
+        except BaseException as error:  # such as KeyboardInterrupt. The model is restored before it is raised
             interrupt = error
         sets_attributes = not reasons
         reasons += state.restore()
@@ -75,7 +81,7 @@ def trace(
 
 
 def _places(roots: Iterable[nn.Module]) -> dict[int, _Place]:
-    """Id of each parameter and buffer -> where one of ``roots`` has it first."""
+    """Returns, for the id of each parameter and buffer in ``roots``, where it occurs first."""
     found: dict[int, _Place] = {}
     for module in chain.from_iterable(root.modules() for root in roots):
         for kind in ("_parameters", "_buffers"):
@@ -94,7 +100,7 @@ def _geometry(t: Tensor) -> Any:
 
 
 class _Source(NamedTuple):
-    """A tensor from outside: an argument, a parameter, a buffer or another one."""
+    """A tensor that the trace has not made, such as an argument, and the traced tensor in its place."""
 
     real: Tensor
     traced: TracedTensor
@@ -102,7 +108,7 @@ class _Source(NamedTuple):
 
 
 class Tracer(TorchDispatchMode):
-    """Writes the ops of a call as nodes of ``self.module.graph``."""
+    """A dispatch mode that records the ops of a call as nodes of ``self.module.graph``."""
 
     def __init__(
         self, roots: Iterable[nn.Module], strides_of: Callable[[nn.Module, Tensor], Any] | None
@@ -115,16 +121,18 @@ class Tracer(TorchDispatchMode):
         self.parameters: list[_Place] = []
         self.others: list[Tensor] = []
         self.sources: list[_Source] = []
-        # Id of a tensor from outside -> the tensor, and its traced one.
+        # The id of a tensor that the trace has not made -> (the tensor, the traced tensor in its place).
         self.known: dict[int, tuple[Tensor, TracedTensor]] = {}
         self.by_geometry: dict[Any, Tensor] | None = None
         self.last_parameter: fx.Node | None = None
         self.last_other: fx.Node | None = None
         self.constants = 0
-        # What a tensor of a number is made of -> its node.
+        # For tensors that the model's code makes from one number, a key of the number and dtype -> (node,
+        # metadata).
         self.numbers: dict[Any, tuple[fx.Node, Metadata]] = {}
         self.number_of: dict[fx.Node, Any] = {}
-        self.values: dict[fx.Node, Any] = {}  # of nodes that depend on literals only
+        # Values of nodes that depend only on numbers in the model's code, as far as they were needed.
+        self.values: dict[fx.Node, Any] = {}
         self.made: list[weakref.ref[Tensor]] = []
         self.surroundings = surroundings()
         self.infer = Inference(lambda t: t.metadata if type(t) is TracedTensor else self.outside(t).metadata)
@@ -142,7 +150,7 @@ class Tracer(TorchDispatchMode):
         return Traced(self.module, self.parameters, self.others, spec, out_spec)
 
     def let_go(self) -> None:
-        """Forgets all traced tensors."""
+        """Drops all references to traced tensors, so that those that nothing else keeps are freed."""
         self.sources.clear()
         self.known.clear()
         self.infer = None  # type: ignore[assignment]
@@ -174,11 +182,11 @@ class Tracer(TorchDispatchMode):
         return traced
 
     def after(self, node: fx.Node | None) -> Any:
-        """A context in which new nodes stand after ``node``, or at the beginning of the graph."""
+        """A context in which new nodes are inserted after ``node``; if it is None, at the graph's start."""
         return self.graph.inserting_after(node) if node is not None else self.graph.inserting_before()
 
     def outside(self, t: Tensor) -> TracedTensor:
-        """The traced tensor for a parameter, a buffer or another tensor that the trace did not make."""
+        """Returns the traced tensor that stands for ``t``, a tensor that the trace has not made."""
         found = self.known.get(id(t))
         if found is not None:
             return found[1]
@@ -203,7 +211,10 @@ class Tracer(TorchDispatchMode):
         return traced
 
     def owner(self, t: Tensor) -> Tensor | None:
-        """The parameter or buffer whose values and memory ``t`` has, as ``parameter.data``. None if none."""
+        """Returns the parameter or buffer of which ``t`` is a view of all elements, as ``parameter.data`` is.
+
+        None if there is none.
+        """
         if self.by_geometry is None:
             tensors = (getattr(module, kind)[name] for module, kind, name in self.places.values())
             self.by_geometry = {_geometry(p): p for p in tensors if _is_plain(p)}
@@ -217,7 +228,10 @@ class Tracer(TorchDispatchMode):
         return t
 
     def node_of(self, t: TracedTensor) -> fx.Node:
-        """The node of the present value of ``t``."""
+        """Returns the node that has the present value of ``t``.
+
+        After a write into the tensor of which ``t`` is a view, it first makes new nodes for the view.
+        """
         if t.memory is not None and t.memory.is_written:
             refuse("strides decide whether the call writes into a tensor that it reads later")
         base = t.base
@@ -230,7 +244,10 @@ class Tracer(TorchDispatchMode):
         return t.node
 
     def read(self, args: Any, key: list[Any]) -> list[Any]:
-        """``args`` with nodes instead of tensors. Adds to ``key`` what results' metadata depends on."""
+        """Replaces the tensors in ``args`` by nodes.
+
+        Adds to ``key`` everything about the arguments on which the metadata of the op's results depends.
+        """
         out: list[Any] = []
         for a in args:
             kind = type(a)
@@ -274,7 +291,7 @@ class Tracer(TorchDispatchMode):
             return private.run_composite(op, args, kwargs)
 
     def view_or_copy(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """``reshape``, ``contiguous`` and the like: strides decide whether the result is a copy."""
+        """Handles ops such as ``reshape``, whose result is a view or a copy, depending on strides."""
         x, out = self.of(args[0]), self.composite(op, args, kwargs)
         if x.memory is None or not x.memory.is_guess or _is_certain(op, x, out, args, kwargs):
             return out
@@ -283,7 +300,7 @@ class Tracer(TorchDispatchMode):
         return out
 
     def plain(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """An op that writes nothing, and whose results have memory of their own."""
+        """Handles an op that writes nothing, and whose results have memory of their own."""
         key, a, k = self.read_all(op, args, kwargs)
         found = self.infer(op, key, args, kwargs)
         is_guessed = is_guess(op, args, kwargs)
@@ -317,7 +334,7 @@ class Tracer(TorchDispatchMode):
         return self.late(x.owner, (*x.path, step)) if is_late else self.viewed(x, step)
 
     def late(self, base: TracedTensor, path: tuple[Step, ...]) -> TracedTensor:
-        """A view of ``base`` whose node is made when somebody reads it."""
+        """Makes a view of ``base`` without a node. The node is made when an op reads the view."""
         t = self.new(path[-1].result, base.node, base, path)
         t.version, t.memory = -1, base.memory
         return t
@@ -335,7 +352,7 @@ class Tracer(TorchDispatchMode):
         return t
 
     def parts(self, op: Any, args: Any, kwargs: Any) -> list[TracedTensor]:
-        """``split``, ``split_with_sizes`` and ``unbind``: a slice or an element for each result."""
+        """Handles ``split``, ``split_with_sizes`` and ``unbind``: each result becomes a view of its own."""
         key, _, _ = self.read_all(op, args, kwargs)
         results = self.infer(op, key, args, kwargs, is_view=False)
         x = self.of(args[0])
@@ -357,7 +374,7 @@ class Tracer(TorchDispatchMode):
         return self.plain(op, args, kwargs)
 
     def resolved(self, op: Any, args: Any, kwargs: Any) -> Tensor:
-        """``resolve_conj`` and ``resolve_neg``: a copy if the tensor is a view of that kind."""
+        """Handles ``resolve_conj`` and ``resolve_neg``, which copy conjugate or negative views."""
         x = self.of(args[0])
         kind = aten.conj_physical.default if op is aten.resolve_conj.default else aten.neg.default
         if sum(step.op is kind for step in x.path) % 2:
@@ -365,19 +382,25 @@ class Tracer(TorchDispatchMode):
         return args[0]
 
     def batch_norm(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """A batch norm writes its running statistics in training, although its signature does not say so."""
+        """Handles a batch norm. In training it is not traced: it then writes its running statistics.
+
+        The schema of the op does not declare these writes.
+        """
         if args[3] is not None and args[5]:
             refuse("the call runs a batch norm in training")
         return self.plain(op, args, kwargs)
 
     def cudnn_convolution(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Traced as ``aten.convolution``: ComfyUI calls cuDNN's convolution itself."""
+        """Handles cuDNN's convolution, which ComfyUI calls directly, as ``aten.convolution``."""
         x, weight, padding, stride, dilation, groups, *_ = args
         sizes = stride, padding, dilation, False, [0] * len(stride), groups
         return self.plain(aten.convolution.default, (x, weight, None, *sizes), {})
 
     def weight_norm(self, op: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Traced as the ops of its definition, because it reads its arguments as if they were contiguous."""
+        """Handles weight norm by recording the ops of its definition.
+
+        PyTorch's kernel reads its arguments as if they were contiguous, and tensors in a plan may not be.
+        """
         v, g, *rest = args
         dim = rest[0] if rest else kwargs.get("dim", 0)
         kind = torch.float64 if v.dtype is torch.float64 else torch.float32
@@ -387,10 +410,10 @@ class Tracer(TorchDispatchMode):
             norm = values.square().sum(others, keepdim=True).sqrt()
             return (values * (g.to(kind) / norm)).to(v.dtype), norm
 
-    # ---- values of literals
+    # ---- tensors that the model's code makes from numbers
 
     def literal(self, op: Any, args: Any, kwargs: Any) -> TracedTensor:
-        """``torch.tensor([...])``: PyTorch has made a tensor of numbers, and gives it to the trace."""
+        """Handles ``torch.tensor([...])``: PyTorch passes the finished tensor to the op ``lift_fresh``."""
         (t,) = args
         if type(t) is TracedTensor:
             return t
@@ -400,13 +423,16 @@ class Tracer(TorchDispatchMode):
         return self.number(key, lambda: self.constant(t), t.item())
 
     def scalar(self, op: Any, args: Any, kwargs: Any) -> TracedTensor:
-        """``scalar_tensor``: on other devices than the CPU, ``x[...] = number`` makes one of the number."""
+        """Handles ``scalar_tensor``, which ``x[...] = number`` calls on all devices but the CPU."""
         key = repr(args[0]), *kwargs.items()
         value = torch.scalar_tensor(args[0], dtype=kwargs.get("dtype"), device="cpu").item()
         return self.number(key, lambda: self.plain(op, args, kwargs), value)
 
     def number(self, key: Any, make: Callable[[], TracedTensor], value: Any) -> TracedTensor:
-        """A tensor of the number ``value``. Equal ones share the node of the first, which ``make`` makes."""
+        """Makes a tensor of the number ``value``. Tensors with equal ``key`` share one node.
+
+        ``make``: a function that makes the first of them.
+        """
         if key not in self.numbers:
             first = make()
             self.numbers[key] = first.node, first.metadata
@@ -425,7 +451,10 @@ class Tracer(TorchDispatchMode):
         return traced
 
     def depends_on_values(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """An op whose result, or its shape, depends on values. The values may depend on literals only."""
+        """Handles an op whose result, or its shape, depends on values of tensors.
+
+        It runs in the trace. That is possible only if the values depend on nothing but numbers in the code.
+        """
         _, a, k = self.read_all(op, args, kwargs)
         a, k = fx.node.map_arg((a, k), self.value)
         out = op(*a, **k)
@@ -434,7 +463,10 @@ class Tracer(TorchDispatchMode):
         return [self.constant(t) for t in out] if isinstance(out, list | tuple) else out
 
     def value(self, node: fx.Node) -> Any:
-        """The value of a node that depends on literals only."""
+        """Computes the value of a node that depends only on numbers in the model's code.
+
+        Refuses to trace the call if the node depends on anything else.
+        """
         stack = [node]
         while stack:
             n = stack[-1]
@@ -450,7 +482,10 @@ class Tracer(TorchDispatchMode):
         return self.values[node]
 
     def indexed(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """``x[...]`` with tensors as indices: how many elements a mask selects depends on its values."""
+        """Handles ``x[...]`` with tensors as indices.
+
+        How many elements a bool mask selects depends on its values, so the mask must be known in the trace.
+        """
         indices: list[Any] = []
         for i in args[1]:
             if i is not None and i.dtype in (torch.bool, torch.uint8):
@@ -483,7 +518,10 @@ class Tracer(TorchDispatchMode):
         return targets[0] if len(targets) == 1 else targets
 
     def waits(self, x: Tensor, source: Any = 0, *more: Any) -> bool:
-        """True if the write of ``source`` into x now waits, because it writes a number into a new tensor."""
+        """Collects a write of ``source`` into x for later, if it is a number and x a newly made tensor.
+
+        Returns False if the write must get a node now.
+        """
         if type(x) is not TracedTensor:
             return False
         base = x.owner
@@ -498,12 +536,15 @@ class Tracer(TorchDispatchMode):
         return True
 
     def may_be_late(self, x: Any) -> bool:
-        """True if views of x are rarely read, because writes into x wait or x is a number."""
+        """True if a view of x should get its node only when an op reads the view.
+
+        This is so if x is a number, or if writes into x were collected: then most views are never read.
+        """
         base = x.owner if type(x) is TracedTensor else None
         return base is not None and (bool(base.fills) or base.node in self.number_of)
 
     def write_fills(self, base: TracedTensor) -> None:
-        """Makes nodes, or a constant, of the writes into ``base`` that wait."""
+        """Makes nodes, or one constant, from the writes into ``base`` that were collected."""
         if not base.fills:
             return
         fills, base.fills = base.fills, None
@@ -519,7 +560,7 @@ class Tracer(TorchDispatchMode):
         base.node = (self.plain(aten.index_select.default, (rows, 0, *which), {}) if which else rows).node
 
     def copied(self, t: TracedTensor, source: Tensor) -> TracedTensor:
-        """``source`` in the dtype and shape of ``t`` and on its device."""
+        """Converts ``source`` to the dtype, shape and device of ``t``, as a write into ``t`` does."""
         x, m = self.of(source), t.metadata
         if x.metadata.dtype is not m.dtype or x.metadata.device != m.device:
             x = self.plain(aten._to_copy.default, (x,), {"dtype": m.dtype, "device": m.device})
@@ -528,7 +569,10 @@ class Tracer(TorchDispatchMode):
         return x
 
     def store(self, t: TracedTensor, v: TracedTensor, op: Any) -> None:
-        """Gives ``t`` the value of ``v``, and with it all tensors that share its memory."""
+        """Gives ``t`` the value of ``v`` after a write, so that all tensors that share its memory change too.
+
+        If ``t`` is a view, it makes nodes for the new value of the tensor of which it is a view.
+        """
         if v.metadata.shape != t.metadata.shape:
             refuse(f"the call runs {op}, which changes a shape")
         if v.metadata.dtype is not t.metadata.dtype:
@@ -563,7 +607,10 @@ class Tracer(TorchDispatchMode):
         return r
 
     def add_writes(self) -> None:
-        """Writes the last values of written arguments, parameters and buffers into them."""
+        """Adds nodes at the end of the graph that write new values into arguments, parameters and buffers.
+
+        This is for those that the call has written into.
+        """
         writing = [source for source in self.sources if source.traced.version]
         if not writing:
             return
@@ -578,7 +625,8 @@ class Tracer(TorchDispatchMode):
             self.emit(aten.copy_.default, (placeholder, t.node), {}, t.metadata)
 
 
-# Lazy views -> ops that compute their values at once, because nodes stand for plain values.
+# For each op that makes a lazy conjugate or negative view: the op that computes the values at once. The graph
+# has no lazy views.
 _VALUES_OF = {
     aten._conj.default: aten.conj_physical.default,
     aten._neg_view.default: aten.neg.default,
@@ -590,7 +638,7 @@ def _ignored(tracer: Tracer, op: Any, args: Any, kwargs: Any) -> None:
 
 
 def _run(tracer: Tracer, op: Any, args: Any, kwargs: Any) -> Any:
-    """A mark for a profiler, which computes nothing: the trace makes it, and the graph does not."""
+    """Runs an op that sets a mark for a profiler. It computes nothing, so it becomes no node."""
     return op(*args, **kwargs)
 
 
@@ -610,7 +658,7 @@ def _random(tracer: Tracer, op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_certain(op: Any, x: TracedTensor, out: TracedTensor, args: Any, kwargs: Any) -> bool:
-    """True if the strides of ``x`` do not matter to whether ``out`` is a copy."""
+    """True if it does not depend on the strides of ``x`` whether ``out`` is a view or a copy of it."""
     if op in _CONVERSIONS:
         formats = {a for a in (*args, *kwargs.values()) if isinstance(a, torch.memory_format)}
         return not formats - {torch.preserve_format} or (out.dtype, out.device) != (x.dtype, x.device)
@@ -618,7 +666,7 @@ def _is_certain(op: Any, x: TracedTensor, out: TracedTensor, args: Any, kwargs: 
 
 
 def _splits(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    """True if a reshape from ``shape`` to ``to`` merges no axes. Then it is a view for all strides."""
+    """True if a reshape from ``shape`` to ``to`` joins no axes. It is then a view for all strides."""
     if 0 in to:
         return True
     rest = [size for size in to if size > 1]

@@ -1,4 +1,8 @@
-"""Writes become values: the op without the write, and the value of a base after a write through a view."""
+"""Turns in-place ops into ops without writes, as the graph of a trace needs them.
+
+For an in-place op it finds the op that computes the same as a new tensor. After a write into a view, it finds
+the op that computes the new value of the tensor of which it is a view.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,8 @@ from sdfastgn.plans.trace.refusals import refuse
 from sdfastgn.plans.trace.tensors import Metadata, Step
 
 aten = torch.ops.aten
-# Ops that change the shape or the memory of a tensor in place.
+# Ops that change the shape, strides or memory of a tensor in place, and not just its values. They are not
+# traced.
 _RESHAPERS = {
     "resize_",
     "resize_as_",
@@ -36,14 +41,18 @@ def _writes(argument: Any) -> bool:
 
 @functools.cache
 def written(op: Any) -> tuple[tuple[int, str, bool], ...]:
-    """(position, name, is keyword) of each argument that ``op`` writes."""
+    """Lists (position, name, True if keyword-only) for each argument that ``op`` writes into."""
     arguments = schema_of(op).arguments
     return tuple((i, a.name, a.kwarg_only) for i, a in enumerate(arguments) if _writes(a))
 
 
 @functools.cache
 def functional_form(op: Any) -> Any:
-    """The op that computes what ``op`` writes and takes the same arguments, except ``out``. None if none."""
+    """Returns the op that computes what ``op`` writes, but as a new tensor. None if there is none.
+
+    It takes the same arguments, except ``out``. For example, it is ``aten.add.Tensor`` for
+    ``aten.add_.Tensor``.
+    """
     schema = schema_of(op)
     namespace, _, name = schema.name.partition("::")
     if namespace != "aten" or name in _RESHAPERS:
@@ -72,15 +81,19 @@ def _arguments(schema: Any) -> list[tuple[str, str]]:
     return [(a.name, str(a.type)) for a in schema.arguments if not (a.kwarg_only and _writes(a))]
 
 
-# ---- the value of a tensor, after its view by a step was given the value v
+# ---- the new value of a tensor after a write into a view of it
 
 _Inverse = Callable[[Step, fx.Node, Metadata, fx.Node], tuple[Any, tuple[Any, ...]]]
 
 
 def inverse(step: Step, before: fx.Node, m: Metadata, v: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """(op, arguments) for the value of a tensor after ``v`` was written into its view by ``step``.
+    """Returns (op, arguments) that compute the new value of a tensor after a write into a view of it.
 
-    ``before``, ``m``: the tensor's value before the write, and its metadata.
+    Args:
+        step: the op that makes the view from the tensor.
+        before: the tensor's value before the write.
+        m: the tensor's metadata.
+        v: the value that was written into the whole view.
     """
     found = _INVERSES.get(step.op)
     if found is None:
@@ -104,7 +117,10 @@ def _expanded(step: Step, before: fx.Node, m: Metadata, v: fx.Node) -> tuple[Any
 
 
 def _again(op: Any) -> _Inverse:
-    """For ops that undo themselves when they run again with the same arguments."""
+    """Makes a function that computes a tensor from a new value of its view, by the same view op.
+
+    That is right for ops that undo themselves, such as ``transpose``.
+    """
     return lambda step, before, m, v: (op, (v, *step.args))
 
 

@@ -1,9 +1,11 @@
-"""The steps of a plan: this package's kernels, and ops of aten that keep tensors channels-last.
+"""The functions that nodes of a rewritten graph call, the *steps*. They call kernels and ops of aten.
 
-Any layout of an argument gives the right result, because kernels check layouts and copy where they must. A
-step whose name ends with "_" writes over its first argument. Passes use it only where nobody else reads that
-argument. Other steps write nothing that existed before. Steps call aten and never ``torch.nn.functional``,
-because a trace has already run what other code may have put there.
+Steps of images keep tensors channels-last. Arguments may have any memory layout: steps check it, and copy
+where a kernel needs another one. A step whose name ends with "_" writes over its first argument. It is used
+only where no other node reads that argument. Other steps write only into memory that they allocate.
+
+Steps never call ``torch.nn.functional``. Other packages may replace functions there. A trace has then
+recorded what the replacement does, and a step that called it would do so twice.
 
 Every public function of these files is a step. Rules write ``steps.linear``, whichever file has it.
 """

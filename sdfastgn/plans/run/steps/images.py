@@ -1,6 +1,8 @@
-"""Steps of images (N, C, H, W) and videos (N, C, T, H, W): pads, convolutions, norms of channels, sums.
+"""Steps for images (N, C, H, W) and videos (N, C, T, H, W): pads, convolutions, norms and sums.
 
-Their results are channels-last.
+A step is a function that nodes of a rewritten graph call. The results of these steps are channels-last.
+Several steps also return *statistics*: sums of their result from which a GroupNorm after them gets mean and
+variance.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ def pad(x: Tensor, pads: Sequence[int], mode: str, value: float) -> Tensor:
 
 
 def padded_cat(parts: Sequence[Tensor], dim: int, pads: Sequence[int], value: float) -> Tensor:
-    """``cat`` with ``value`` around it, channels-last: each part is copied once. No pad is negative."""
+    """Concatenates ``parts`` along ``dim`` and adds ``value`` around the result, which is channels-last.
+
+    Each part is copied once. ``pads``: as for ``F.pad``, without negative numbers.
+    """
     shape = list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
     around = {len(shape) - 1 - i: (pads[2 * i], pads[2 * i + 1]) for i in range(len(pads) // 2)}
@@ -73,7 +78,7 @@ def padded_cat(parts: Sequence[Tensor], dim: int, pads: Sequence[int], value: fl
 
 
 def mean_windows(x: Tensor, dim: int, size: int) -> Tensor:
-    """The means of each ``size`` successive elements along ``dim``. Channels-last if x is."""
+    """Computes the mean of each ``size`` successive elements along ``dim``. Channels-last if x is."""
     shape = (*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
     y = empty_laid_out(x, shape, channels_last=x.dim() > 3 and x.stride(1) == 1)
     return aten.mean.out(x.unflatten(dim, (-1, size)), [dim + 1], out=y)
@@ -105,7 +110,7 @@ def conv(
     output_padding: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """A convolution of images or videos. The arguments are those of ``aten.convolution``."""
+    """Computes a convolution of images or videos. The arguments are those of ``aten.convolution``."""
     where = stride, padding, dilation, transposed, output_padding, groups
     return _in_channels_last(aten.convolution.default(_in_channels_last(x), weight, bias, *where))
 
@@ -120,7 +125,7 @@ def conv_relu(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """``relu(convolution(x) + bias + residual)`` of images, in 16 bits: one call of cuDNN."""
+    """Computes ``relu(convolution(x) + bias + residual)`` of 16-bit images, if possible in one cuDNN call."""
     where = stride, padding, dilation, groups
     x = _in_channels_last(x)
     if not _cudnn_computes_relu(x):
@@ -144,7 +149,11 @@ def _cudnn_computes_relu(x: Tensor) -> bool:
 def conv_windows(
     x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
-    """A 3-D convolution of frames that ``frames`` with ``window`` has put side by side."""
+    """Computes a 3-D convolution as a 2-D one.
+
+    x comes from ``frames`` with the argument ``window``, which has put the frames of each window of the
+    convolution side by side as channels.
+    """
     where = tuple(stride[1:]), tuple(padding[1:]), tuple(dilation[1:])
     return windows.convolve_windows(x, weight, None, *where)  # type: ignore[arg-type]
 
@@ -157,19 +166,26 @@ def conv_last_slice(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """A 3-D convolution of one frame after zeros: only the last slice of the weight along time counts."""
+    """Computes a 3-D convolution of one frame that only frames of zeros precede, as a 2-D convolution.
+
+    Only the last slice of the weight along time matters, because the others are multiplied by zeros.
+    """
     where = stride[1:], padding[1:], dilation[1:], False, [0, 0], groups
     image = _in_channels_last(_in_channels_last(x)[:, :, 0])
     return _in_channels_last(aten.convolution.default(image, weight[:, :, -1], None, *where)).unsqueeze(2)
 
 
 def pointwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A convolution with a kernel of one pixel, as a matrix product."""
+    """Computes a convolution with a 1x1 kernel as a matrix product."""
     return product_op.linear(_in_channels_last(x).movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
 
 
 def upsample_conv(x: Tensor, weight: Tensor, bias: Tensor | None, emits: bool) -> tuple[Tensor, Any]:
-    """(a 3x3 convolution of x upsampled 2x, its statistics if ``emits`` and they pay, else None)."""
+    """Computes a 3x3 convolution of x after nearest upsampling by two.
+
+    Returns the result, and sums of it from which a GroupNorm gets mean and variance. The sums are None if
+    ``emits`` is False, or if the kernel that runs does not compute them.
+    """
     x = _in_channels_last(x)
     if upsample_op.runs_in_phases(x, weight):
         try:
@@ -182,10 +198,10 @@ def upsample_conv(x: Tensor, weight: Tensor, bias: Tensor | None, emits: bool) -
 
 
 def nested_filters(outer: Tensor, inner: Tensor) -> Tensor:
-    """Filters of cells whose elements are cells themselves: (a, b C, *K) and (b, C, *k) -> (a b, C, *K k).
+    """Joins the filters of two convolutions whose windows do not overlap to those of one convolution.
 
-    Filter i b + j of channel c is ``outer[i, j C + c]`` with a cell in the place of each element: the element
-    times ``inner[j, c]``.
+    outer (a, b * C, *K), inner (b, C, *k) -> (a * b, C, *(K * k)). Filter i * b + j of channel c is
+    ``outer[i, j * C + c]``, in which each element is replaced by the element times ``inner[j, c]``.
     """
     a, (b, C, *small) = outer.shape[0], inner.shape
     split = [size for K in outer.shape[2:] for size in (K, 1)]
@@ -195,10 +211,11 @@ def nested_filters(outer: Tensor, inner: Tensor) -> Tensor:
 
 
 def matrix_of_cells(filters: Tensor, scale: float, dtype: torch.dtype, transposed: bool) -> Tensor:
-    """The matrix that computes sums of cells from their elements: (r C, P C); transposed (P C, r C).
+    """Makes the matrix that computes a convolution whose windows (cells) do not overlap.
 
-    ``filters``: (r, C, *cell), where a cell has P positions. Row i C + c has ``scale * filters[i, c]`` in the
-    columns p C + c, and zeros in the others.
+    ``filters``: (r, C, *cell), where a cell has P positions. The matrix is (r * C, P * C). Row i * C + c has
+    ``scale * filters[i, c]`` in the columns p * C + c, and zeros elsewhere. If ``transposed`` is True, the
+    result is the transposed matrix (P * C, r * C), which computes the transposed convolution.
     """
     r, C = filters.shape[:2]
     values = filters.reshape(r, C, -1) * scale
@@ -212,7 +229,16 @@ def matrix_of_cells(filters: Tensor, scale: float, dtype: torch.dtype, transpose
 
 
 class Group(NamedTuple):
-    """A GroupNorm inside of ``frames``: see ``kernels/pad_frames``."""
+    """The arguments of a GroupNorm that the step ``frames`` computes besides padding.
+
+    Attributes:
+        groups, weight, bias, eps, activation: as for ``group_norm``.
+        statistics: sums from which the norm gets mean and variance; None if the kernel must compute them.
+        modulation: a small tensor with a factor and an offset for each channel, which is upsampled to the
+            input; or None.
+        framewise: True if each frame is normalized by itself.
+        pads_first: True if mean and variance include the frames that the pad repeats.
+    """
 
     groups: int
     weight: Any
@@ -226,7 +252,10 @@ class Group(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """A norm of the channels of each position inside of ``frames``: see ``kernels/pad_frames``."""
+    """The arguments of a norm over the channels of each position, which ``frames`` computes before padding.
+
+    ``channel_norm`` has the same arguments.
+    """
 
     weight: Any
     bias: Any
@@ -249,10 +278,12 @@ def group_norm(
     ada_scale: Tensor | None = None,
     ada_shift: Tensor | None = None,
 ) -> Tensor:
-    """``activation(group_norm(x + shift) * (1 + ada_scale) + ada_shift)``.
+    """Computes ``activation(group_norm(x + shift) * (1 + ada_scale) + ada_shift)``.
 
-    ``framewise``: each frame of a video is normalized by itself, and is a sample of scale and shift.
-    ``statistics``: of each sample, or of each frame of each sample.
+    ``framewise``: True normalizes each frame of a video by itself. ``ada_scale`` and ``ada_shift`` then have
+    values for each frame.
+    ``statistics``: sums of each sample, or of each frame of each sample, from which the norm gets mean and
+    variance. If they are None, or do not fit, the kernel computes them.
     """
     images = _in_channels_last(x).transpose(1, 2).flatten(0, 1) if framewise else x
     statistics = _statistics_of(statistics, len(images), math.prod(images.shape[2:]))
@@ -270,7 +301,11 @@ def modulated_norm(
     activation: str,
     modulation: Tensor,
 ) -> Tensor:
-    """``activation(group_norm(x) * factor + offset)``: ``modulation`` has both, and is upsampled to x."""
+    """Computes ``activation(group_norm(x) * factor + offset)``, where factor and offset differ by position.
+
+    ``modulation``: a small image or video with the channels of the factor, then those of the offset. The
+    kernel upsamples it to the size of x.
+    """
     norm = Group(groups, weight, bias, eps, activation, None, _in_channels_last(_as_video(modulation)))
     return frames(_as_video(x), norm=norm)[0].view(x.shape)
 
@@ -285,7 +320,11 @@ def channel_norm(
     added: float,
     shift: Tensor | None = None,
 ) -> Tensor:
-    """The norm of the channels of each position of x + shift: see ``pad_frames.Norm``."""
+    """Computes the norm over the channels of each position of x + shift.
+
+    It is ``activation(u / max(sqrt(sum of squares + added), eps) * scale * weight + bias)`` with u = x +
+    shift.
+    """
     if not added and shift is None:
         return channel_norm_op.channel_norm(x, weight, bias, scale, eps, activation)
     norm = Channel(weight, bias, scale, eps, activation, added)
@@ -305,11 +344,15 @@ def frames(
     times: Sequence[int] = (1, 1, 1),
     window: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
-    """(padded frames, kept frames): see ``pad_frames``."""
+    """Normalizes, upsamples and pads the frames of a video x (N, C, T, H, W) in one pass.
+
+    Returns the padded frames, and a copy of the last ``keep`` ones without borders. The copy is None if
+    ``keep`` is 0. The function ``pad_frames`` in ``kernels/pad_frames`` explains the arguments.
+    """
     x, operands = _in_channels_last(x), None
     if isinstance(norm, Group) and norm.pads_first:
         norm = norm._replace(statistics=_padded_statistics(norm.statistics, x, front, back))
-        if norm.statistics is None:  # then the pads need a separate pass
+        if norm.statistics is None:  # statistics do not fit, so the pads need a pass before the norm
             x = pad_frames_op.pad_frames(x, front=front, back=back, mode=mode)[0]
             front, back, norm = 0, 0, norm._replace(pads_first=False)
     elif isinstance(norm, Group):
@@ -335,7 +378,10 @@ def frames(
 
 
 def _statistics_of(statistics: Any, samples: int, positions: int) -> Any:
-    """Statistics of samples, from their frames' statistics. None if the chunks of a frame differ in size."""
+    """Turns statistics of each frame into statistics of each sample, for a GroupNorm.
+
+    Statistics are sums over chunks of positions. None if the chunks of a frame differ in size.
+    """
     if statistics is None or statistics.shape[1] == samples:
         return statistics
     frames = statistics.shape[1] // samples
@@ -345,7 +391,11 @@ def _statistics_of(statistics: Any, samples: int, positions: int) -> Any:
 
 
 def _padded_statistics(statistics: Any, x: Tensor, front: int, back: int) -> Any:
-    """``_statistics_of`` x with copies of its end frames around it, from the statistics of its frames."""
+    """Computes sums for mean and variance of x, padded with copies of its first and last frame.
+
+    ``front``, ``back``: the numbers of copies. ``statistics``: the sums of each frame of x, or None. Returns
+    None if a GroupNorm's kernel could not use the result.
+    """
     N, _, T, H, W = x.shape
     if statistics is None:
         statistics = statistics_op.channel_statistics(x.movedim(2, 1).flatten(0, 1))
@@ -366,7 +416,11 @@ def add(
     emits: bool,
     activation: str = "identity",
 ) -> tuple[Tensor, Any]:
-    """(activation((h + residual + bias) / divisor), its statistics, or None as in ``add_bias_``)."""
+    """Computes ``activation((h + residual + bias) / divisor)``.
+
+    Returns the result, and sums of it from which a GroupNorm gets mean and variance. The sums are None if
+    ``emits`` is False, or if this package's kernel cannot run.
+    """
     if is_channels_last(residual) and not is_channels_last(h):
         h, residual = residual, h
     if h.numel() and dispatch.is_plain_inference(h, (residual, bias)) and is_dense(h):
@@ -383,8 +437,10 @@ def add(
 def blend(
     h: Tensor, residual: Tensor, bias: Tensor | None, kept: Tensor, scale: Tensor, emits: bool
 ) -> tuple[Tensor, Any]:
-    """(kept * residual + scale * (h + bias), its statistics, or None as in ``add_bias_``).
+    """Computes ``kept * residual + scale * (h + bias)``.
 
+    Returns the result, and sums of it from which a GroupNorm gets mean and variance. The sums are None if
+    ``emits`` is False, or if this package's kernel cannot run.
     ``kept``, ``scale``: (N,), one number for each sample.
     """
     factors = aten.stack.default([kept, scale])
@@ -401,7 +457,10 @@ def blend(
 
 
 def add_views(a: Tensor, b: Tensor, shape: Sequence[int]) -> Tensor:
-    """``(a + b).reshape(shape)``, which joins neighboring axes; channels-last, in one pass."""
+    """Computes ``(a + b).reshape(shape)`` in one pass over the elements. The result is channels-last.
+
+    The reshape may only join neighboring axes.
+    """
     y = empty_laid_out(a, shape, channels_last=True)
     aten.add.out(a, b, out=y.view(a.shape))
     return y
@@ -410,7 +469,11 @@ def add_views(a: Tensor, b: Tensor, shape: Sequence[int]) -> Tensor:
 def add_bias_(
     h: Tensor, bias: Tensor | None, emits: bool, activation: str = "identity"
 ) -> tuple[Tensor, Any]:
-    """(activation(h + bias), its statistics if ``emits`` and a kernel runs, else None), written over h."""
+    """Computes ``activation(h + bias)`` and writes it over h.
+
+    Returns the result, and sums of it from which a GroupNorm gets mean and variance. The sums are None if
+    ``emits`` is False, or if this package's kernel cannot run.
+    """
     if bias is None:
         return ACTIVATIONS[activation](h), None
     if h.numel() and dispatch.is_plain_inference(h, (bias,)) and is_dense(h):
@@ -422,7 +485,11 @@ def add_bias_(
 
 
 def cat_two(a: Tensor, b: Tensor, emits: bool) -> tuple[Tensor, Any]:
-    """(the channels of a and b side by side, their statistics if ``emits`` and a kernel runs, else None)."""
+    """Concatenates a and b along the channels.
+
+    Returns the result, and sums of it from which a GroupNorm gets mean and variance. The sums are None if
+    ``emits`` is False, or if this package's kernel cannot run.
+    """
     if (
         a.numel()
         and b.numel()
@@ -442,7 +509,7 @@ def _in_channels_last(x: Tensor) -> Tensor:
 
 
 def _as_video(x: Tensor) -> Tensor:
-    """(N, C, *spatial) -> (N, C, T, H, W), a view: an image is one frame."""
+    """Returns x as a view (N, C, T, H, W). An image becomes a video of one frame."""
     return x.view(*x.shape[:2], *[1] * (5 - x.dim()), *x.shape[2:])
 
 
@@ -451,7 +518,7 @@ def _per_channel(bias: Tensor, h: Tensor) -> Tensor:
 
 
 def _alike(x: Tensor, h: Tensor) -> Tensor:
-    """x in the strides of h: a view if they differ only in axes of one element."""
+    """Returns x with the strides of h. It is a view if strides differ only along axes of one element."""
     if x.stride() == h.stride():
         return x
     if all(s == 1 or a == b for s, a, b in zip(h.shape, h.stride(), x.stride(), strict=True)):

@@ -1,4 +1,7 @@
-"""Steps of tokens (..., C): products, attention, norms of the last axis, rotary embedding."""
+"""Steps for tokens (..., C): linear layers, attention, norms of the last axis, rotary embeddings.
+
+A step is a function that nodes of a rewritten graph call.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,15 @@ aten = torch.ops.aten
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias``."""
+    """Computes ``x @ weight.T + bias``."""
     return product_op.linear(x, weight, bias)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """GELU, in its tanh form, of ``linear``: on a GPU, the matrix product computes it in 16 bits."""
+    """Computes a linear layer and the GELU, in tanh form, of its result.
+
+    On a GPU and in 16 bits, one call of cuBLAS computes both.
+    """
     is_half = x.dtype == weight.dtype == bias.dtype and x.dtype.itemsize == 2
     if not (x.is_cuda and x.numel() and is_half):
         return ACTIVATIONS["gelu_tanh"](linear(x, weight, bias))
@@ -40,7 +46,10 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Sequence[Tensor]:
-    """``linear`` of x with each weight; one product if the parameters are packed. ``biases`` may be empty."""
+    """Computes several linear layers of x. ``biases`` is empty if they have none.
+
+    If the weights lie side by side in memory (``kernels/product/packed.py``), one product computes all.
+    """
     weight, bias = packed.joined(weights), packed.joined(biases) if biases else None
     if weight is None or (biases and bias is None):
         return [linear(x, w, biases[i] if biases else None) for i, w in enumerate(weights)]
@@ -54,19 +63,26 @@ def quantize_rows(
     second_activation: str = "identity",
     multiplies: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(rows in E4M3, a scale for each): see ``kernels/quantize_rows``. x (..., K) may have any rank >= 2."""
+    """Quantizes the rows of x (..., K) to E4M3, an 8-bit float dtype. Returns them and a scale for each row.
+
+    Before that it can apply an activation, join x with a second tensor along the last axis, or multiply the
+    two: ``kernels/quantize_rows`` explains the arguments. x must have two axes or more.
+    """
     parts = _samples_of_rows(x), None if second is None else _samples_of_rows(second)
     y, scales = quantize_rows_op.quantize_rows(parts[0], activation, parts[1], second_activation, multiplies)
     return y.view(*x.shape[:-1], y.shape[-1]), scales.view(x.shape[:-1])
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``quantize_rows`` of a parameter. Plans can read a copy instead, which is made once."""
+    """Quantizes the rows of a weight to E4M3. Returns them and a scale for each row.
+
+    A plan normally replaces this step by a copy of the weight in E4M3 that is made only once.
+    """
     return quantize_rows(weight.detach())
 
 
 def _samples_of_rows(x: Tensor) -> Tensor:
-    """x (..., K) as (B, S, K): a view wherever strides allow it."""
+    """Reshapes x (..., K) to (B, S, K), as a view wherever strides allow it."""
     return x.unsqueeze(0) if x.dim() == 2 else x.flatten(0, -3)
 
 
@@ -78,12 +94,15 @@ def linear_e4m3(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """``linear`` of rows in E4M3 with a weight in E4M3. ``dtype``: of the result."""
+    """Computes a linear layer whose input and weight are in E4M3, each with a scale for each row.
+
+    ``dtype``: the dtype of the result.
+    """
     return product_op.linear_of_rows(x, weight, (x_scales, weight_scales), bias, dtype)
 
 
 def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """``total + x @ weight.T``, written over total if it is contiguous."""
+    """Computes ``total + x @ weight.T``, in place if ``total`` is contiguous."""
     if not total.is_contiguous():
         return total + aten.linear.default(x, weight)
     product_op.add_linear_(total.view(-1, total.shape[-1]), x.reshape(-1, x.shape[-1]), weight)
@@ -93,7 +112,7 @@ def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 def act_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, extra: Tensor | None
 ) -> Tensor:
-    """``linear(activation(x))`` for few rows, plus ``extra``, a second bias."""
+    """Computes ``linear(activation(x)) + extra`` for few rows. ``extra``: a second bias, or None."""
     return act_linear_op.act_linear(x, weight, bias, activation, extra_bias=extra)
 
 
@@ -106,7 +125,11 @@ def attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """``aten.scaled_dot_product_attention`` without dropout."""
+    """Computes what ``aten.scaled_dot_product_attention`` computes, without dropout.
+
+    This package's own kernels run for many samples of few tokens, for heads of more than 256 channels, and
+    for few keys.
+    """
     is_positive = mask is None and (scale is None or scale > 0)
     if is_positive and (y := over_frames.attend_in_samples(q, k, v, is_causal, scale)) is not None:
         return y
@@ -123,13 +146,16 @@ def attention(
 def attention_to_first(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float | None, enable_gqa: bool
 ) -> Tensor:
-    """``attention`` to the first ``keys`` keys. The heads of a token lie side by side in the result.
+    """Computes attention of all queries to the first ``keys`` keys.
 
-    Baked plans take one layout for granted. Which kernel runs depends on the numbers of keys.
+    In the result, the heads of a token always lie side by side in memory. Which kernel runs depends on the
+    numbers of keys, and kernels write different layouts. But generated code for a plan (``run/bake.py``) has
+    fixed strides.
 
-    ``keys``: on the CPU; (1,), or a number for each sample, if q, k and v are (N, H, S, D).
+    ``keys``: integers on the CPU. Either (1,), or, if q, k and v are (N, H, S, D), one for each sample (N,).
     """
-    counts = [int(n) for n in keys]  # a recording notes that this reads values, unlike ``tolist``
+    # ``int`` runs an op, from which a recording sees that this step reads values. ``tolist`` would run none.
+    counts = [int(n) for n in keys]
     if len({*counts}) > 1:
         samples = zip(*(t.split(1) for t in (q, k, v, keys)), strict=True)
         parts = [attention_to_first(a, b, c, n, scale, enable_gqa).transpose(1, 2) for a, b, c, n in samples]
@@ -140,7 +166,7 @@ def attention_to_first(
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """A LayerNorm of the last axis."""
+    """Computes a LayerNorm over the last axis."""
     return layer_norm_op.layer_norm(x, weight, bias, eps)
 
 
@@ -152,7 +178,7 @@ def add_layer_norm(
     eps: float,
     total_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(a + b), a + b + total_bias)."""
+    """Returns ``layer_norm(a + b)`` and ``a + b + total_bias``."""
     return layer_norm_op.add_layer_norm(a, b, weight, bias, eps, total_bias=total_bias)
 
 
@@ -166,7 +192,10 @@ def grouped_layer_norm(
     eps: float,
     total_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(u), u + total_bias), where row i of u is x + residual + rows[i // period % number]."""
+    """Returns ``layer_norm(u)`` and ``u + total_bias``, where u is x + residual + repeated rows.
+
+    To row i of x and of the residual it adds ``rows[i // period % len(rows)]``.
+    """
     groups = grouped.Groups(period, rows.contiguous())
     parts = x.contiguous(), None if residual is None else residual.contiguous()
     return grouped.grouped_layer_norm(
@@ -186,7 +215,11 @@ def ada_norm(
     adds_one: bool,
     keeps_total: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(x + gate * branch_norm(branch), norm of it * factor + offset). The norms: see ``ada_norm.Norm``."""
+    """Returns ``u = x + gate * branch_norm(branch)`` and ``norm(u) * factor + offset``.
+
+    All tensors but x may be None. ``branch_norm`` and ``norm`` have the fields of ``ada_norm.Norm``. The
+    first result is None without a branch, or if ``keeps_total`` is False. The second is None if ``norm`` is.
+    """
     inner, outer = (None if n is None else ada_norm_op.Norm(*n) for n in (branch_norm, norm))
     flags = {"tanh": has_tanh, "plus_one": adds_one, "keeps_total": keeps_total}
     return ada_norm_op.ada_norm(x, branch, gate, inner, outer, factor, offset, **flags)
@@ -204,7 +237,10 @@ def ada_norm_in_e4m3(
     adds_one: bool,
     keeps_total: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """(the sum of ``ada_norm``, its norm in E4M3, a scale for each row)."""
+    """Computes what ``ada_norm`` computes, with the norm in E4M3, an 8-bit float dtype.
+
+    Returns the sum, the norm in E4M3, and a scale for each row of the norm.
+    """
     inner = None if branch_norm is None else ada_norm_op.Norm(*branch_norm)
     flags = {"tanh": has_tanh, "plus_one": adds_one, "keeps_total": keeps_total}
     outer = ada_norm_op.Norm(*norm)
@@ -222,9 +258,10 @@ def rotate(
     layer: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Norm and rotary embedding of rows of heads: see ``rotate``.
+    """Computes the norm and the rotary embedding of heads x (B, S, H, D), both over the last axis.
 
-    ``cos`` may be complex. It then has both numbers, and there is no ``sin``.
+    ``kernels/rotate`` explains the arguments. ``cos`` may be a complex table: then it holds cos and sin, and
+    ``sin`` is None.
     """
     if cos is not None and cos.is_complex():
         cos = torch.view_as_real(cos.resolve_conj()).flatten(-2)
@@ -232,7 +269,10 @@ def rotate(
 
 
 def join_heads(parts: Sequence[Sequence[Any]]) -> Tensor:
-    """Heads (B, S, H, D) of several groups of tokens side by side. A part has the arguments of ``rotate``."""
+    """Computes the norms and rotary embeddings of several groups of tokens, and joins them along the tokens.
+
+    Each part is a tuple of the arguments of ``rotate`` for heads (B, S, H, D).
+    """
     B, _, H, D = parts[0][0].shape
     y = parts[0][0].new_empty((B, sum(x.shape[1] for x, *_ in parts), H, D))
     at = 0
@@ -243,7 +283,7 @@ def join_heads(parts: Sequence[Sequence[Any]]) -> Tensor:
 
 
 def gated(value: Tensor, gate: Tensor, activation: str) -> Tensor:
-    """``value * activation(gate)``. Rows are along the axis whose elements are neighbors: the last, or 1."""
+    """Computes ``value * activation(gate)``, for channels-last images and videos without a copy."""
     if value.dim() > 3 and value.stride(1) == 1:
         value, gate = value.movedim(1, -1), gate.movedim(1, -1)
         return gated_op.gated(value, gate, activation).movedim(-1, 1)

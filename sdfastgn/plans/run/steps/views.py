@@ -1,4 +1,7 @@
-"""Views, casts and copies of tensors. A copy is made only where no view has the shape."""
+"""Steps that move or convert elements: views, casts, copies, concatenations and writes into parts of tensors.
+
+A view copies only if the strides of its argument leave no other way.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ aten = torch.ops.aten
 
 
 def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """x in another shape. An image or video that has to be copied becomes channels-last where possible."""
+    """Returns x in another shape, as a view if possible.
+
+    If x must be copied and the result is an image or video, the copy is channels-last where possible.
+    """
     try:
         return x.view(shape)
     except RuntimeError:
@@ -23,7 +29,7 @@ def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _channels_last_reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """``x.reshape(shape)``; channels-last if the channels of the result are whole axes of x."""
+    """Computes ``x.reshape(shape)``. The result is channels-last if its channels are whole axes of x."""
     first, samples = 0, 1
     while samples < shape[0]:
         samples, first = samples * x.shape[first], first + 1
@@ -45,7 +51,7 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def cut(x: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """``length`` elements of axis ``dim`` from ``start`` on."""
+    """Returns a view of ``length`` elements of axis ``dim``, beginning at ``start``."""
     return x.narrow(dim, start, length)
 
 
@@ -72,7 +78,7 @@ def write_select_(x: Tensor, part: Tensor, dim: int, index: int) -> Tensor:
 
 
 def cat(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """``aten.cat``. The result is channels-last if a part is, except along axis 0."""
+    """Concatenates ``parts``. The result is channels-last if a part is, unless ``dim`` is 0."""
     rank = parts[0].dim()
     if rank > 3 and dim and any(map(is_channels_last, parts)):
         last = rank - 1 if dim == 1 else dim - 1
