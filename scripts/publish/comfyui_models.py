@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def random_weights(module: nn.Module, dtype: torch.dtype, device: str, prefix: s
     g = torch.Generator(device).manual_seed(0)
     return {
         f"{prefix}{name}": (
-            torch.randn(weight.shape, generator=g, device=device) * max(weight[0].numel(), 4) ** -0.5
+            torch.randn(weight.shape, generator=g, device=device)
+            * max(math.prod(weight.shape[1:]), 4) ** -0.5
             + (weight.dim() == 1 and name.endswith("weight"))
         ).to(dtype)
         for name, weight in module.state_dict().items()

@@ -74,6 +74,37 @@ def _seedvr2() -> nn.Module:
     return VideoAutoencoderKLWrapper()
 
 
+def _ltx() -> nn.Module:
+    from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
+
+    return VideoVAE(version=2)
+
+
+def _mochi() -> nn.Module:
+    from comfy.ldm.genmo.vae.model import VideoVAE
+
+    return VideoVAE()
+
+
+def _cogvideox() -> nn.Module:
+    from comfy.ldm.cogvideo.vae import AutoencoderKLCogVideoX
+
+    return AutoencoderKLCogVideoX(latent_channels=16)
+
+
+def _cosmos() -> nn.Module:
+    from comfy.ldm.cosmos.vae import CausalContinuousVideoTokenizer
+
+    model = CausalContinuousVideoTokenizer(
+        z_channels=16, latent_channels=16, z_factor=1, resolution=1024, in_channels=3, out_channels=3,
+        channels=128, channels_mult=[2, 4, 4], num_res_blocks=2, attn_resolutions=[32], dropout=0.0,
+        patch_size=4, num_groups=1, temporal_compression=8, spacial_compression=8,
+    )  # fmt: skip
+    # ComfyUI recognizes a file by this buffer. Published files have it, and the state dict here has not.
+    model.decoder.unpatcher3d._non_persistent_buffers_set.clear()
+    return model
+
+
 def _sd15() -> nn.Module:
     from comfy.ldm.models.autoencoder import AutoencoderKL
 
@@ -99,6 +130,10 @@ DECODES = (
     Decode("HunyuanVideo, 17 x 480 x 832", _hunyuan_video, (1, 16, 5, 60, 104)),
     Decode("HunyuanVideo 1.5, 17 x 480 x 832", _hunyuan_video_15, (1, 32, 5, 30, 52)),
     Decode("SeedVR2, 17 x 480 x 832", _seedvr2, (1, 16, 5, 60, 104)),
+    Decode("LTX-Video, 17 x 512 x 768", _ltx, (1, 128, 3, 16, 24)),
+    Decode("Mochi, 19 x 480 x 848", _mochi, (1, 12, 4, 60, 106)),
+    Decode("CogVideoX, 17 x 480 x 720", _cogvideox, (1, 16, 5, 60, 90)),
+    Decode("Cosmos, 17 x 704 x 1280", _cosmos, (1, 16, 3, 88, 160)),
     Decode("SD1.5, 512²", _sd15, (1, 4, 64, 64)),
 )
 
@@ -178,9 +213,9 @@ def _loaded(build: Callable[[], nn.Module], files: Path) -> Any:
     import folder_paths
     import nodes
 
-    with torch.device("meta"):
-        module = build()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):  # not "meta": Cosmos' constructor reads values
+        module = build()
     save_file(comfyui_models.random_weights(module, torch.bfloat16, device), files / "vae.safetensors")
     folder_paths.add_model_folder_path("vae", str(files), is_default=True)
     (vae,) = nodes.VAELoader().load_vae("vae.safetensors")
