@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, is_only, rank, shape
+from sdfastgn.plans.rewrite.strips import convolution_of_strips, norm_of_channels
 from sdfastgn.plans.run import steps
 
 aten = torch.ops.aten
@@ -150,6 +151,8 @@ _RULES: tuple[Callable[[Rewriter, Node, Sequence[Node], int], Node | None], ...]
     _padded_parts,
     _first_frame_once,
     _norms_of_samples,
+    convolution_of_strips,
+    norm_of_channels,
 )
 
 
