@@ -66,7 +66,7 @@ class _Norm(NamedTuple):
 
 
 class _Sum(NamedTuple):
-    """The sum x + gate * norm(branch). If ``norm`` is None, the sum is x + gate * branch."""
+    """A residual sum: x + gate * norm(branch). ``gate`` and ``norm`` are None if the sum is without them."""
 
     x: Node
     branch: Node
@@ -168,7 +168,7 @@ def _step(r: Rewriter, total: _Sum | None, found: _Modulated | None) -> Node:
 
 
 def _without_bias(r: Rewriter, n: Node) -> tuple[Node, Node | None]:
-    """Separates the bias from ``n``, if it is a linear layer whose bias PyTorch would add in a second pass.
+    """Takes the bias out of the linear layer ``n``, if PyTorch would add this bias by a second kernel.
 
     Returns (the layer without bias, the bias). For other nodes, and if several nodes read ``n``, it returns
     (``n``, None).
@@ -214,7 +214,7 @@ def _sum(n: Node) -> _Sum | None:
         for b, gate in _operands(added, aten.mul.Tensor, n):
             is_activated = any(has(uncast(t, n), *ACTIVATIONS) for t in (b, gate))
             if gate is not None and is_activated and shape(gate) == shape(n):
-                continue  # ``steps.gated`` computes value * activation(gate) of equal shapes
+                continue  # left to ``steps.gated``: value * activation(gate) of equal shapes
             for c, gain in _operands(b, aten.mul.Tensor, n):
                 norm = _norm(c, n)
                 is_gain = gain is None or (rank(gain) == 1 and norm is not None and norm.weight is None)
@@ -238,9 +238,9 @@ def _summands(n: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _operands(n: Node, op: Any, root: Node) -> Iterator[tuple[Node, Node | None]]:
-    """Yields (n, None), and also (a, b) if the node ``n`` is ``op(a, b)`` and b can modulate a.
+    """Yields (n, None), and also (a, b) if ``n`` is ``op(a, b)`` and b can be a factor or offset of a.
 
-    It can if a has the shape of the node ``root``, and b broadcasts to this shape. Casts of ``n`` are
+    It can if a has the shape of the node ``root``, and b broadcasts to this shape. Casts after ``op`` are
     skipped.
     """
     n = uncast(n, root)
@@ -278,7 +278,8 @@ def _norm_at(n: Node) -> _Norm | None:
         return _Norm(x, "layer", weight, bias, eps)
     if has(n, aten.rms_norm.default):
         x, axes, weight, eps = arguments(n)
-        # An RMS norm without an eps stays: in 16 bits PyTorch's default for eps differs between releases.
+        # An RMS norm without an eps is not replaced: in 16 bits PyTorch's default for eps differs between
+        # releases.
         return _Norm(x, "rms", weight, None, eps) if len(axes) == 1 and eps is not None else None
     found = mean_square_norm(n, rank(n) - 1)
     return None if found is None else _Norm(found[0], "rms", None, None, found[1])
@@ -293,10 +294,10 @@ def in_dtype(n: Node, root: Node) -> Node | None:
 
 
 def uncast(n: Any, root: Node) -> Any:
-    """Returns the value from which ``n`` was cast, if no cast rounds to fewer bits than ``root`` has.
+    """Returns the value from which ``n`` was cast, or ``n`` itself.
 
-    Goes back over as many casts as possible: only over casts between floats to dtypes at least as wide as
-    that of the node ``root``.
+    It goes back only over casts between floats to dtypes at least as wide as that of the node ``root``. These
+    round to no fewer bits than ``root`` has.
     """
     while has(n, steps.cast) and dtype(n.args[0]).is_floating_point:
         if torch.promote_types(dtype(n), dtype(root)) != dtype(n):

@@ -2,7 +2,7 @@
 
 ``bias_of`` is a node that adds a bias. It exists only while a graph is rewritten. The rules in
 ``convolutions.py`` make such nodes. The rules in ``sums.py`` move the biases into norms and residual sums.
-After these, the pass ``biases`` replaces the ``bias_of`` nodes that are left. It makes them sums.
+The pass ``biases`` runs after these. It replaces the remaining ``bias_of`` nodes by sums.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ def _of_frames(r: Rewriter, n: Any) -> Node | None:
 
 
 def _added(r: Rewriter, n: Any) -> Node:
-    """Replaces ``bias_of``, if no norm or residual sum adds its bias, by a sum, in place if possible."""
+    """Replaces a ``bias_of`` node, whose bias no norm or residual sum has taken, by an in-place sum.
+
+    If the other operand must not be overwritten, the sum is not in place.
+    """
     h, bias = n.args
     if _is_its_own(h) and 0 not in shape(n):
         return r.item(r.new(steps.add_bias_, (h, bias, False)), 0, n)

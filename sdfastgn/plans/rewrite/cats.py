@@ -49,8 +49,8 @@ def _moved_parts(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node 
         return None
     axis, length = cuts[0].args[1], cuts[0].args[3]
     before = math.prod(shape(n)[:dim])
-    # ``at``: the axis of a part before which the cat has an axis for the index of the part. None if the parts
-    # were reshaped so that there is no such axis.
+    # The result of the cat is a stack of the parts along a new axis before their axis ``at``, reshaped.
+    # ``at`` is None if the parts were reshaped so that there is no such axis.
     at = next((i for i in range(rank(whole) + 1) if math.prod(shape(cuts[0])[:i]) == before), None)
     if at is None:
         return None
@@ -199,7 +199,7 @@ def unpadded(x: Any, sizes: Sequence[int]) -> Any:
 
 
 def _joined(parts: Sequence[Any], dim: int) -> Any:
-    """Returns the tensor that was cut along ``dim`` into ``parts``. Else None.
+    """Returns the tensor that was cut along ``dim`` into ``parts``.
 
     None if ``parts`` are not cut from one tensor, or are not all of it in order.
     """

@@ -36,8 +36,8 @@ from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
 
 aten = torch.ops.aten
-# Convolutions become a product with a matrix of at most this number of rows and of columns. With a larger
-# matrix, a GPU would take longer to compute the product than to read and write the tensors.
+# Convolutions become a matrix product only if the matrix has at most this number of rows and of columns. With
+# a larger matrix, a GPU would take longer to compute the product than to read and write the tensors.
 MOST = 512
 
 
@@ -191,7 +191,10 @@ def _joined(r: Rewriter, chains: Sequence[Chain], *, first_is_inner: bool) -> No
 
 
 def _nested(r: Rewriter, outer: Node, inner: Node) -> Node:
-    """Combines the filters of two convolutions: ``inner`` times each element of ``outer``, at its place."""
+    """Combines the filters of two convolutions by multiplying ``inner`` with each element of ``outer``.
+
+    Each element of ``outer`` is replaced by the whole product.
+    """
     channels = shape(outer)[0] * shape(outer)[1]
     b, C, *small = shape(inner)
     outer = r.reshape(outer, (channels // (b * C), b * C, *shape(outer)[2:]))
@@ -203,7 +206,7 @@ def _nested(r: Rewriter, outer: Node, inner: Node) -> Node:
 
 
 def scaled(r: Rewriter, n: Any) -> Node | None:
-    """Lets a convolution whose windows do not overlap include a factor or divisor after it."""
+    """Moves a factor or divisor after a convolution whose windows do not overlap into the convolution."""
     of, factor = n.args[0], number(n)
     if not has(of, gathered, scattered) or not is_only(of) or not factor or dtype(of) != dtype(n):
         return None

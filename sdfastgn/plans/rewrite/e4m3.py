@@ -104,9 +104,9 @@ def _rows(x: Node, products: list[Node]) -> tuple[Any, ...]:
 
 
 def _of_norm(r: Rewriter, x: Node, products: list[Node], written: dict[Any, list[Node]]) -> list[Node] | None:
-    """If x is an adaptive norm, lets its kernel compute x in E4M3. Returns nodes for this and its scales.
+    """Lets the kernel of the adaptive norm x quantize x. Returns nodes for x in E4M3 and for its scales.
 
-    Else None. Also None if other nodes than ``products`` read x.
+    None if x is no adaptive norm, or if other nodes than ``products`` read x.
     """
     if x in written:
         return written[x]

@@ -56,7 +56,7 @@ class Source(NamedTuple):
         of_image: the mode of the pad along height and width; None if there is no such pad.
         times: how often each element is repeated along time, height and width.
         kept: the frames that other nodes keep for the next chunk of the video.
-        norm: a norm between the pads and the convolution. None if there is none: then x itself may be a norm.
+        norm: a norm between the pads and the convolution. If it is None, x may be a norm.
     """
 
     x: Any
@@ -73,7 +73,7 @@ class Source(NamedTuple):
 
     @property
     def mode(self) -> str | None:
-        """The mode in which ``steps.frames`` pads as ``of_time`` and ``of_image`` say, or None."""
+        """The mode of ``steps.frames`` for pads in the modes ``of_time`` and ``of_image``, or None."""
         for (time, image), name in _MODES.items():
             if self.of_time in (None, time) and self.of_image in (None, image):
                 return name
@@ -323,7 +323,7 @@ def _without_cache(source: Source) -> Source | None:
 
 
 def _kept_of(source: Source) -> tuple[Kept, ...] | None:
-    """Lists frames that nodes keep for the next chunk of a video: of ``source.kept`` and ``source.x``.
+    """Lists the frames that nodes keep for a video's next chunk: ``source.kept``, and those of ``source.x``.
 
     None if another node than ``source.reader`` reads ``source.x`` for anything else, or if ``steps.frames``
     cannot return these frames.
@@ -333,7 +333,7 @@ def _kept_of(source: Source) -> tuple[Kept, ...] | None:
     if len(kept) < len(found) or (kept and (source.back or source.times != _ONCE)):
         return None
     # One kernel reads the cache (frames of the last chunk) and returns the frames for the next chunk. So the
-    # cache must not be computed from the latter.
+    # cache must not be computed from frames for the next chunk.
     if source.cache is not None and not all(source.cache < k.reader for k in kept):
         return None
     return source.kept + kept
@@ -370,8 +370,8 @@ def _read_kept(r: Rewriter, kept: tuple[Kept, ...], frames: Node) -> None:
         if whole is not None:
             reader.replace_input_with(whole, part)
             continue
-        # Models copy the frames that they keep, so that the other frames can be freed. These copies are
-        # dropped: ``frames`` has no other frames.
+        # Models copy the frames that they keep for the next chunk, so that the other frames can be freed.
+        # These copies are dropped: ``frames`` has no other frames.
         if length == most:
             for u in list(reader.users):
                 if has(u, steps.copy):

@@ -126,7 +126,7 @@ def _sum(r: Rewriter, a: Any, b: Any) -> Node | None:
     return r.like(steps.add_views, (r.reshape(first.view, sizes), r.reshape(second.view, sizes), shape(a)), a)
 
 
-# ---- values as views
+# ---- values as views of other values
 
 
 def moved(r: Rewriter, n: Any) -> Moved | None:
@@ -174,8 +174,7 @@ def _expanded(r: Rewriter, source: Moved, to: Sizes) -> Moved:
 def _part(r: Rewriter, source: Moved, dim: int, start: int, length: int) -> Moved | None:
     """Cuts ``length`` elements of axis ``dim`` from ``start`` on out of ``source``.
 
-    In axis ``dim`` several axes of a view are joined. None if no cuts of these axes give exactly the
-    elements.
+    Axis ``dim`` joins axes of ``source.view``. None if no cuts of these axes give exactly the elements.
     """
     place, axes = len(_flat(source.axes[:dim])), list(source.axes[dim])
     view = source.view
@@ -223,10 +222,7 @@ def _flat(groups: Iterable[Sizes]) -> Sizes:
 
 
 def is_copied(n: Any) -> bool:
-    """True if the node ``n``, or the value it is cut from, is a reshape that copies. Else False.
-
-    Also False if several nodes read that value.
-    """
+    """True if ``n`` is a reshape that copies, or a cut of one, and only one node reads each of them."""
     while has(n, steps.cut) and is_only(n):
         n = n.args[0]
     return is_only(n) and copies(n)

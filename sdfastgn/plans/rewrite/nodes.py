@@ -153,7 +153,7 @@ class Rewriter:
         dtype: torch.dtype | None = None,
         kwargs: dict[str, Any] | None = None,
     ) -> Node:
-        """Makes a call of ``target``. Its value has this shape and dtype; without a shape, it is a tuple."""
+        """Makes a node that calls ``target``. Without a ``shape``, its value is a tuple of tensors."""
         key = None
         if self.seen is not None:
             key = (

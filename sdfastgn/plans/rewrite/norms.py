@@ -89,7 +89,7 @@ def norms(graph: fx.Graph) -> fx.Graph:
     return cleaned(graph)
 
 
-# The last node of a norm calls one of these.
+# In a graph, the last node of a norm calls one of these functions.
 LAST_OPS = (aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor, steps.cast, aten.rms_norm.default)
 
 

@@ -30,8 +30,8 @@ def packs(graph: fx.Graph) -> fx.Graph:
             groups.setdefault((x, bias is None, dtype(n)), []).append(n)
     r = Rewriter(graph)
     for (_, has_no_bias, _), products in groups.items():
-        # x is read from the first layer, because the x in the group's key may be gone: if an earlier group
-        # computed it, that group has replaced it.
+        # If an earlier group computed x, it has replaced x, and the x in the key of ``groups`` is gone. So x
+        # is read from a layer of the group.
         x = products[0].args[0]
         weights = tuple(n.args[1] for n in products)
         # Only two or more layers with different weights are joined: one weight cannot lie in memory beside

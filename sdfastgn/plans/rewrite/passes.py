@@ -46,19 +46,19 @@ PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     norms,  # norms over channels, which models write in several ways, become one kernel
     after_norms,  # norms include scales, shifts and activations before ``sink_views`` puts views between them
     sink_views,  # reshapes and permutations before norms and activations move behind them
-    after_norms,  # again, because ``sink_views`` has moved activations next to norms
+    after_norms,  # ``after_norms`` again, because ``sink_views`` has moved activations next to norms
     modulations,  # a GroupNorm, and a factor and offset upsampled from small tensors, become one kernel
     cells,  # convolutions whose windows do not overlap become matrix products
     repeats,  # repeated elements before convolutions become upsampling
-    convolutions,  # pads, upsampling and norms before convolutions become one kernel, and biases single nodes
+    convolutions,  # pads, upsampling and norm before a convolution become one kernel, its bias becomes a node
     sums,  # residual sums also add the biases of convolutions
     shifts,  # norms also add the biases and embeddings that are added before them
     moves,  # sums and means read pixel shuffles, and images cut into patches, without copies of them
-    biases,  # the biases that no other pass has taken become sums
+    biases,  # biases of convolutions that no other pass has moved into a kernel become sums
     activated_sums,  # sums also compute the activations after them
     statistics,  # sums also compute mean and variance for the GroupNorm after them
     relus,  # a convolution, its bias, a residual and ReLU become one call of cuDNN
-    tokens,  # sums before layer norms, gated activations and linear layers become fewer kernels
+    tokens,  # linear layers, gated activations, and sums before layer norms become fewer kernels
     packs,  # linear layers with the same input become one product, if no other pass has replaced them
     finish,  # writes become in-place where possible. Must be last: later passes might read overwritten values
 )

@@ -115,7 +115,7 @@ def _in_turns(r: Rewriter, cos: Node, sin: Node) -> Node:
 
 
 def _table(r: Rewriter, t: Node, to: tuple[int, ...]) -> Node:
-    """Reshapes the table ``t`` for rows of the shape ``to``, so that it has an axis for heads."""
+    """Reshapes ``t``, a table of cos or sin for rows of the shape ``to``, so that it has an axis of heads."""
     whole = (1,) * (len(to) - rank(t)) + shape(t)
     return r.reshape(t, whole if len(to) == 4 else (*whole[:-1], 1, whole[-1]))
 

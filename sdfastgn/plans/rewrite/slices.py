@@ -72,7 +72,7 @@ def sliced(traced: Traced) -> Traced:
 
 
 def _samples(inputs: Sequence[Node]) -> int:
-    """The number of samples in a call: the size of the first axis of its largest tensor."""
+    """The number of samples in a call: the size of the first axis of its largest argument."""
     largest = max(inputs, key=lambda n: math.prod(shape(n)), default=None)
     return shape(largest)[0] if largest is not None and rank(largest) > 1 else 1
 
@@ -210,9 +210,9 @@ def _is_pointwise(target: Any) -> bool:
 
 
 def _listed(place: int) -> Callable[[Node], Iterable[int]]:
-    """Makes a function that reads the axes of an op, such as a mean over axes, from argument ``place``.
+    """Makes a function that reads the axes along which an op works from its argument at index ``place``.
 
-    If that argument names no axes, it returns all axes.
+    If that argument names no axes, the function returns all axes.
     """
 
     def axes(n: Node) -> Iterable[int]:

@@ -281,9 +281,9 @@ def _upsample(r: Rewriter, n: Node, x: Node, size: Sequence[int], *scales: float
 
 @spells(aten.avg_pool1d.default, aten.avg_pool2d.default)
 def _average(r: Rewriter, n: Node, x: Node, size: Any, stride: Any, padding: Any, *more: Any) -> Node | None:
-    """Replaces average pooling along one axis by ``steps.mean_windows``, if windows leave no gaps.
+    """Replaces average pooling along one axis by ``steps.mean_windows``.
 
-    They must not overlap either. Elements after the last whole window are cut off first.
+    The windows must neither overlap nor leave gaps. Elements after the last whole window are cut off first.
     """
     is_plain = dtype(x).is_floating_point and (len(more) < 3 or more[2] is None)  # divisor_override is None
     d = 1 if n.target is aten.avg_pool1d.default else 2
@@ -571,5 +571,5 @@ def _fill(r: Rewriter, n: Node, x: Node, value: Node) -> Node:
 
 
 def _filled(r: Rewriter, n: Node, value: Any) -> Node:
-    """Makes a tensor with the shape, dtype and device of n, filled with the number ``value``."""
+    """Makes a tensor with the shape, dtype and device of the node ``n``, filled with the number ``value``."""
     return r.like(aten.full.default, (shape(n), value), n, dtype=dtype(n), device=n.meta["device"])

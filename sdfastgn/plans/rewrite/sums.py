@@ -65,7 +65,7 @@ def activated_sums(graph: fx.Graph) -> fx.Graph:
 def behind_views(r: Rewriter, n: Any) -> None:
     """Moves the addition of a bias behind views of the sum, if these keep the axis of the channels."""
     views, last = [], 0
-    v, axis = n, 1  # ``axis``: the channels in the value v
+    v, axis = n, 1  # ``axis``: the axis of the channels in the value v
     while is_only(v) and has(user(v), steps.reshape, steps.permute):
         v = user(v)
         found = axis_after(v, axis)
