@@ -1,4 +1,6 @@
-"""Passes over the graph of a traced call. They replace PyTorch's ops by steps, which call kernels.
+"""Passes that make the fx graph of a traced model call faster.
 
-The first pass gives each op one form. The later passes then need to look for one form only.
+They replace PyTorch's ops by *steps*: functions in ``plans/run/steps``, most of which call a kernel. Models
+write the same operation in several ways. The first pass replaces these by one form, so that later passes look
+for one form only.
 """

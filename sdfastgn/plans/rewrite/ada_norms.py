@@ -6,8 +6,9 @@ Tokens are (B, S, D). The rules look for this pattern, of which any part may be 
     total = x + gate * rms_norm(branch)
     y = norm(total) * gain * factor + offset
 
-If the branch is a linear layer, and PyTorch would add the layer's bias in a second pass over the result, the
-kernel adds this bias.
+``branch`` is what the residual sum adds to x, such as the result of attention. If it is a linear layer, and
+PyTorch would add the layer's bias in a second pass over the result, the kernel adds this bias. ``gain`` is
+the weight of the norm, if the model multiplies it separately.
 
 Factor and offset are the *modulation*. Gate, factor and offset are (B, S, D), or have one element along B or
 S. The kernel computes in fp32 and rounds each result once. So casts inside of the pattern are dropped, unless
@@ -65,7 +66,7 @@ class _Norm(NamedTuple):
 
 
 class _Sum(NamedTuple):
-    """The sum x + gate * norm(branch). If ``norm`` is None, the sum is x + gate * branch."""
+    """A residual sum: x + gate * norm(branch). ``gate`` and ``norm`` are None if the sum is without them."""
 
     x: Node
     branch: Node
@@ -82,7 +83,7 @@ class _Modulated(NamedTuple):
 def ada_norms(graph: fx.Graph) -> fx.Graph:
     """Replaces adaptive norms of tokens, and sums with a gate, by one kernel: ``steps.ada_norm``.
 
-    It goes from the last node of the graph to the first, so that the largest pattern is found first.
+    The pass goes from the last node of the graph to the first, so that the largest pattern is found first.
     """
     r = Rewriter(graph)
     places = {n: i for i, n in enumerate(graph.nodes)}
@@ -102,10 +103,11 @@ def _is_tokens(n: Node) -> bool:
 
 
 def _norm_of_tokens(r: Rewriter, n: Node, places: dict[Node, int]) -> bool:
-    """Replaces a norm, the factor and offset after it, and the sum before it, by ``steps.ada_norm``.
+    """Replaces norm(x + gate * branch) * factor + offset, whose last node is ``n``, by ``steps.ada_norm``.
 
-    A LayerNorm without factor and offset stays, unless a sum with a gate or with a norm of the branch comes
-    before it. Returns True if ``n`` was replaced.
+    Gate, factor, offset and the sum may be missing, and the branch may have an RMS norm. A LayerNorm without
+    factor and offset is replaced only after a sum with a gate or with a norm of the branch. Returns True if
+    ``n`` was replaced.
     """
     found = _modulated(n)
     if found is None:
@@ -126,7 +128,7 @@ def _norm_of_tokens(r: Rewriter, n: Node, places: dict[Node, int]) -> bool:
 
 
 def _gated_sum(r: Rewriter, n: Node) -> bool:
-    """Replaces x + gate * branch or x + rms_norm(branch), if no norm follows, by ``steps.ada_norm``.
+    """Replaces the node ``n`` by ``steps.ada_norm`` if it is x + gate * branch or x + rms_norm(branch).
 
     Returns True if ``n`` was replaced.
     """
@@ -166,9 +168,10 @@ def _step(r: Rewriter, total: _Sum | None, found: _Modulated | None) -> Node:
 
 
 def _without_bias(r: Rewriter, n: Node) -> tuple[Node, Node | None]:
-    """Separates the bias from n, if n is a linear layer whose bias PyTorch would add in a second pass.
+    """Takes the bias out of the linear layer ``n``, if PyTorch would add this bias by a second kernel.
 
-    Returns (the layer without bias, the bias). For other nodes it returns (n, None).
+    Returns (the layer without bias, the bias). For other nodes, and if several nodes read ``n``, it returns
+    (``n``, None).
     """
     if not adds_bias_apart(n) or not is_only(n):
         return n, None
@@ -180,13 +183,14 @@ def _as_rows(r: Rewriter, t: Node | None) -> Node | None:
     return None if t is None else r.reshape(t, (1,) * (3 - rank(t)) + shape(t))
 
 
-# ---- finding the parts of the pattern
+# ---- finding norms, modulations and gated sums
 
 
 def _modulated(n: Node) -> _Modulated | None:
-    """Returns norm, factor and offset if n is norm(x) * gain * factor + offset. Else None.
+    """Returns norm, factor and offset if the node ``n`` is norm(x) * gain * factor + offset. Else None.
 
-    x must have the dtype of n. The gain becomes the weight of the norm.
+    Gain, factor and offset may be missing. x must have the dtype of ``n``. The gain becomes the weight of the
+    norm.
     """
     for a, offset in _operands(n, aten.add.Tensor, n):
         for b, factor in _operands(a, aten.mul.Tensor, n):
@@ -201,16 +205,16 @@ def _modulated(n: Node) -> _Modulated | None:
 
 
 def _sum(n: Node) -> _Sum | None:
-    """Returns the parts of n if n is x + gate * norm(branch), where gate and norm may be missing. Else None.
+    """Returns x, branch, gate and norm if the node ``n`` is x + gate * norm(branch). Else None.
 
-    x and the branch must have the dtype of n.
+    Gate and norm may be missing. x and the branch must have the dtype of ``n``.
     """
     plain = None
     for x, added in _summands(n):
         for b, gate in _operands(added, aten.mul.Tensor, n):
             is_activated = any(has(uncast(t, n), *ACTIVATIONS) for t in (b, gate))
             if gate is not None and is_activated and shape(gate) == shape(n):
-                continue  # value * activation(gate) of equal shapes has a kernel of its own
+                continue  # left to ``steps.gated``: value * activation(gate) of equal shapes
             for c, gain in _operands(b, aten.mul.Tensor, n):
                 norm = _norm(c, n)
                 is_gain = gain is None or (rank(gain) == 1 and norm is not None and norm.weight is None)
@@ -234,9 +238,10 @@ def _summands(n: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _operands(n: Node, op: Any, root: Node) -> Iterator[tuple[Node, Node | None]]:
-    """Yields (n, None), and also (a, b) if n is ``op(a, b)`` and b modulates a.
+    """Yields (n, None), and also (a, b) if ``n`` is ``op(a, b)`` and b can be a factor or offset of a.
 
-    This is the case if a has the shape of ``root``, and b broadcasts to it.
+    It can if a has the shape of the node ``root``, and b broadcasts to this shape. Casts after ``op`` are
+    skipped.
     """
     n = uncast(n, root)
     yield n, None
@@ -257,7 +262,10 @@ def _modulates(t: Node, root: Node) -> bool:
 
 
 def _norm(n: Node, root: Node) -> _Norm | None:
-    """Returns the norm whose result is n. None if its input has another shape or dtype than ``root``."""
+    """Returns the norm whose result is the node ``n``.
+
+    None if ``n`` is no norm, or if the norm's input has another shape or dtype than the node ``root``.
+    """
     n = uncast(n, root)
     found = _norm_at(n)
     x = None if found is None else in_dtype(found.x, root)
@@ -270,22 +278,27 @@ def _norm_at(n: Node) -> _Norm | None:
         return _Norm(x, "layer", weight, bias, eps)
     if has(n, aten.rms_norm.default):
         x, axes, weight, eps = arguments(n)
-        # Without an eps the norm stays: in 16 bits PyTorch's default for it differs between releases.
+        # An RMS norm without an eps is not replaced: in 16 bits PyTorch's default for eps differs between
+        # releases.
         return _Norm(x, "rms", weight, None, eps) if len(axes) == 1 and eps is not None else None
     found = mean_square_norm(n, rank(n) - 1)
     return None if found is None else _Norm(found[0], "rms", None, None, found[1])
 
 
 def in_dtype(n: Node, root: Node) -> Node | None:
-    """Returns n, or the value from which n was cast without rounding, whichever has the dtype of ``root``.
+    """Returns the node ``n``, or the value from which ``n`` was cast without rounding.
 
-    None if neither has it.
+    It returns whichever has the dtype of the node ``root``. None if neither has it.
     """
     return next((v for v in (widened(n), n) if dtype(v) == dtype(root)), None)
 
 
 def uncast(n: Any, root: Node) -> Any:
-    """Returns n before its last casts, as far as these go to dtypes at least as wide as that of ``root``."""
+    """Returns the value from which ``n`` was cast, or ``n`` itself.
+
+    It goes back only over casts between floats to dtypes at least as wide as that of the node ``root``. These
+    round to no fewer bits than ``root`` has.
+    """
     while has(n, steps.cast) and dtype(n.args[0]).is_floating_point:
         if torch.promote_types(dtype(n), dtype(root)) != dtype(n):
             break

@@ -2,7 +2,7 @@
 
 ``bias_of`` is a node that adds a bias. It exists only while a graph is rewritten. The rules in
 ``convolutions.py`` make such nodes. The rules in ``sums.py`` move the biases into norms and residual sums.
-The pass ``biases`` comes after these. It replaces each ``bias_of`` that is left by a sum.
+The pass ``biases`` runs after these. It replaces the remaining ``bias_of`` nodes by sums.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
 
 aten = torch.ops.aten
-# Functions in ``steps`` that compute their result in newly allocated memory, so that a later one may
-# overwrite it.
+# Functions in ``steps`` whose result lies in newly allocated memory, so that a later node may overwrite it.
 _NEW = (steps.conv, steps.conv_windows, steps.conv_last_slice)
 
 
 def bias_of(h: Tensor, bias: Tensor) -> Tensor:
-    """Adds a bias to h, which has the channels on axis 1. Later rules replace nodes that call it."""
+    """Adds a bias to h, which has the channels on axis 1. Finished graphs do not call it.
+
+    Rules make nodes that call it, and later rules replace these nodes.
+    """
     return h + bias.view(-1, *[1] * (h.dim() - 2))
 
 
@@ -43,9 +45,9 @@ def biases(graph: fx.Graph) -> fx.Graph:
 
 
 def _of_frames(r: Rewriter, n: Any) -> Node | None:
-    """Replaces the sum of a convolution of videos and one number for each channel of each frame.
+    """Adds a number for each channel of each frame to a convolution of videos in place: ``steps.add_bias_``.
 
-    ``steps.add_bias_`` adds the numbers in place, and the convolution's bias with them.
+    This replaces the sum ``n``. The convolution's bias is added with the numbers.
     """
     for h, t in operands(n):
         if (
@@ -70,7 +72,10 @@ def _of_frames(r: Rewriter, n: Any) -> Node | None:
 
 
 def _added(r: Rewriter, n: Any) -> Node:
-    """Replaces a bias that no norm or residual sum has taken by a sum, in place if possible."""
+    """Replaces a ``bias_of`` node, whose bias no norm or residual sum has taken, by an in-place sum.
+
+    If the other operand must not be overwritten, the sum is not in place.
+    """
     h, bias = n.args
     if _is_its_own(h) and 0 not in shape(n):
         return r.item(r.new(steps.add_bias_, (h, bias, False)), 0, n)
@@ -79,7 +84,7 @@ def _added(r: Rewriter, n: Any) -> Node:
 
 
 def _is_its_own(h: Any) -> bool:
-    """True if only one node reads h, and no other value of the graph is in the same memory as h."""
+    """True if h may be overwritten: its memory is newly allocated, and only one node reads this memory."""
     while has(h, steps.reshape, steps.permute) and is_only(h):
         h = h.args[0]
     return has(h, *_NEW) and is_only(h)

@@ -19,7 +19,8 @@ def blended(r: Rewriter, n: Any) -> Node | None:
     """Replaces kept * x + scale * y by one kernel, ``steps.blend``. x and y are images or videos.
 
     ``kept`` and ``scale`` have one number for each frame, or for all. If y is itself x + h, the kernel reads
-    h instead, and computes (kept + scale) * x + scale * h. It also adds a bias of a convolution.
+    h instead, and computes (kept + scale) * x + scale * h. If a convolution is mixed, the kernel also adds
+    its bias.
     """
     a, b = (_weighted(m) for m in n.args[:2]) if any(operands(n)) else (None, None)
     if a is None or b is None or a[0] is b[0] or not shape(a[0]) == shape(b[0]) == shape(n):
@@ -31,7 +32,7 @@ def blended(r: Rewriter, n: Any) -> Node | None:
         return None
     for x, y, factors in ((a[0], b[0], (kept, scale)), (b[0], a[0], (scale, kept))):
         h = _added_to(x, y)
-        if h is not None:  # the mix is kept * x + scale * (x + h)
+        if h is not None:  # kept * x + scale * (x + h) is (kept + scale) * x + scale * h
             total = r.like(aten.add.Tensor, factors, kept)
             return _blend(r, n, h, x, total, factors[1])
     if has(a[0], bias_of):
@@ -40,9 +41,9 @@ def blended(r: Rewriter, n: Any) -> Node | None:
 
 
 def _weighted(m: Any) -> tuple[Node, Node] | None:
-    """Returns (x, factor) if ``m`` is x times a factor: one number, or one for each frame. Else None.
+    """Returns (x, factor) if ``m`` is x times a factor of one number, or of one for each frame. Else None.
 
-    Only one node may read ``m``.
+    It also returns None if several nodes read the product ``m``.
     """
     if not has(m, aten.mul.Tensor) or not is_only(m) or rank(m) not in (4, 5):
         return None
@@ -50,7 +51,8 @@ def _weighted(m: Any) -> tuple[Node, Node] | None:
     for x, factor in operands(m):
         sizes = (1,) * (rank(m) - rank(factor)) + shape(factor)
         is_small = all(size == 1 or axis in of_frames for axis, size in enumerate(sizes))
-        # PyTorch also multiplies by a single number on the CPU, but kernels cannot read it.
+        # In PyTorch, the factor of a tensor on the GPU may be a single number on the CPU. Kernels cannot read
+        # it there.
         is_here = factor.meta["device"] == m.meta["device"]
         if is_small and is_here and dtype(factor).is_floating_point:
             return x, factor
@@ -77,7 +79,7 @@ def _added_to(x: Node, y: Any) -> Node | None:
 def _blend(r: Rewriter, n: Node, h: Any, residual: Node, kept: Node, scale: Node) -> Node:
     """Makes a node that computes kept * residual + scale * h in one kernel, ``steps.blend``.
 
-    The frames of videos are passed as images. That is a view, because videos are channels-last in memory.
+    The frames of videos are passed as images. This needs no copy, because videos are channels-last in memory.
     """
     h, bias = h.args if has(h, bias_of) and is_only(h) else (h, None)
     if rank(n) == 4:

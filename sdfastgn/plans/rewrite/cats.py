@@ -20,9 +20,9 @@ aten = torch.ops.aten
 
 
 def cat(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
-    """Replaces ``aten.cat`` by something that need not join the parts, or otherwise by ``steps.cat``.
+    """Replaces ``aten.cat`` by a cheaper operation that a function of ``_RULES`` finds, or by ``steps.cat``.
 
-    The first function of ``_RULES`` that fits decides what it is. Empty parts are dropped.
+    Empty parts are dropped. A cat of several dtypes stays.
     """
     parts = [p for p in parts if math.prod(shape(p))]
     if not parts or any(dtype(p) != dtype(n) for p in parts):
@@ -38,20 +38,20 @@ def cat(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
 
 
 def _all_of_one(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
-    """Replaces a cat of all parts of one tensor, in their order, by that tensor."""
+    """Replaces a cat by a tensor x, if its parts are all parts into which x was cut, in their order."""
     return _joined([_uncopied(p) for p in parts], dim)
 
 
 def _moved_parts(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
-    """Replaces a cat along one axis of all parts that were cut from a tensor along another axis by views."""
+    """Replaces a cat of parts by views of the tensor that was cut into them along another axis."""
     cuts: list[Any] = [_unshaped(p) for p in parts]
     whole, count = _joined(cuts, cuts[0].args[1]) if has(cuts[0], steps.cut) else None, len(cuts)
     if whole is None or any(shape(p) != shape(parts[0]) for p in parts):
         return None
     axis, length = cuts[0].args[1], cuts[0].args[3]
     before = math.prod(shape(n)[:dim])
-    # In front of this axis of each part, the cat puts the index of the part. None if the parts were reshaped
-    # so that no such axis exists.
+    # The result of the cat is a stack of the parts along a new axis before their axis ``at``, reshaped.
+    # ``at`` is None if the parts were reshaped so that there is no such axis.
     at = next((i for i in range(rank(whole) + 1) if math.prod(shape(cuts[0])[:i]) == before), None)
     if at is None:
         return None
@@ -95,12 +95,12 @@ def _zeros_around(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node
 def _padded_parts(r: Rewriter, n: Node, parts: Sequence[Any], dim: int) -> Node | None:
     """Replaces a cat of tensors that were padded alike by a cat of the tensors without pads, padded once.
 
-    The pads must be equal along all axes but ``dim``. Along ``dim``, only the first part may have a pad
-    before it, and only the last part a pad after it.
+    The pads must be equal along all axes but ``dim``, the axis of the cat. Along ``dim``, only the first part
+    may have a pad before it, and only the last part a pad after it.
     """
     if not all(has(p, steps.pad) and is_only(p) and p.args[2:] == parts[0].args[2:] for p in parts):
         return None
-    at = 2 * (rank(n) - 1 - dim)  # the index of the pad before the first element along ``dim``
+    at = 2 * (rank(n) - 1 - dim)  # index of the pad before axis ``dim`` in the list of pads
     if at < 0 or at >= len(parts[0].args[1]) or parts[0].args[2] == "reflect":
         return None
     others = {(*p.args[1][:at], *p.args[1][at + 2 :]) for p in parts}
@@ -136,7 +136,10 @@ def _first_frame_once(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> 
 
 
 def _norms_of_samples(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
-    """Replaces GroupNorms of all parts of a batch, with equal parameters, by one GroupNorm of the batch."""
+    """Replaces a cat of GroupNorms of all parts of a batch by one GroupNorm of the batch.
+
+    All these GroupNorms must have the same parameters.
+    """
     if dim or not all(has(p, steps.group_norm) and p.args[1:] == parts[0].args[1:] for p in parts):
         return None
     x = _joined([p.args[0] for p in parts], 0)
@@ -157,9 +160,9 @@ _RULES: tuple[Callable[[Rewriter, Node, Sequence[Node], int], Node | None], ...]
 
 
 def padded(r: Rewriter, n: Node, x: Any, pads: Sequence[int], mode: str, value: float) -> Node:
-    """Makes a node that pads x, with the shape and dtype of ``n``.
+    """Makes a node that pads x. Its shape and dtype are those of the node ``n``.
 
-    If x is itself a pad with the same mode and value, one pad does both.
+    If x is itself a pad with the same mode and value, one pad replaces both. In the mode "reflect" both stay.
     """
     while has(x, steps.pad) and mode == x.args[2] != "reflect" and value == x.args[3]:
         x, pads = x.args[0], [a + b for a, b in zip(pads, x.args[1], strict=True)]
@@ -169,7 +172,7 @@ def padded(r: Rewriter, n: Node, x: Any, pads: Sequence[int], mode: str, value: 
 def padded_part(r: Rewriter, n: Node, cut: Any) -> Node | None:
     """Replaces ``cut``, a part of a padded tensor, by a part of the unpadded tensor, which is then padded.
 
-    Returns None if the tensor is padded only along the axis of the cut.
+    Returns None if that is not possible, or if the tensor is padded only along the axis of the cut.
     """
     source, dim, start, length = cut.args
     if not has(source, steps.pad) or dim < 2:
@@ -178,7 +181,7 @@ def padded_part(r: Rewriter, n: Node, cut: Any) -> Node | None:
     at = 2 * (rank(n) - 1 - dim)
     if not any((*pads[:at], *pads[at + 2 :])):
         return None
-    first, last = start - pads[at], start - pads[at] + length  # the range of the cut, as indices of x
+    first, last = start - pads[at], start - pads[at] + length  # the cut's range in the unpadded x
     begin, end = max(first, 0), min(last, shape(x)[dim])
     before, after = begin - first, last - end
     if begin >= end or (mode == "reflect" and (before or after)):
@@ -188,9 +191,9 @@ def padded_part(r: Rewriter, n: Node, cut: Any) -> Node | None:
 
 
 def unpadded(x: Any, sizes: Sequence[int]) -> Any:
-    """Returns the tensor before the pad x, if the first ``sizes`` elements of each axis have none of the pad.
+    """Returns the input of the pad x, if the first ``sizes`` elements of each spatial axis are not padded.
 
-    ``sizes``: one for each spatial axis. Otherwise, or if x is no pad, it returns x.
+    Otherwise, or if x is no pad, it returns x.
     """
     if not has(x, steps.pad) or any(x.args[1][::2]) or min(x.args[1]) < 0:
         return x
@@ -199,7 +202,10 @@ def unpadded(x: Any, sizes: Sequence[int]) -> Any:
 
 
 def _joined(parts: Sequence[Any], dim: int) -> Any:
-    """Returns the tensor that was cut along ``dim`` into ``parts``. None if they are not all of it."""
+    """Returns the tensor that was cut along ``dim`` into ``parts``.
+
+    None if ``parts`` are not cut from one tensor, or are not all of it in order.
+    """
     end = 0
     for p in parts:
         if not has(p, steps.cut) or p.args[0] is not parts[0].args[0] or p.args[1:3] != (dim, end):
@@ -222,10 +228,7 @@ def _unshaped(n: Any) -> Any:
 
 
 def _frame_of(part: Any, x: Any) -> int | None:
-    """Returns the index of the one frame of x of which ``part`` consists. None for other parts.
-
-    The frame may be repeated.
-    """
+    """Returns the index of a frame of the video x, if ``part`` has only copies of this frame. Else None."""
     while has(part, steps.expand, steps.copy):
         part = part.args[0]
     if part is x and shape(x)[2] == 1:

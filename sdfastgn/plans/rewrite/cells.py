@@ -36,13 +36,13 @@ from sdfastgn.plans.rewrite.rules import apply
 from sdfastgn.plans.run import steps
 
 aten = torch.ops.aten
-# Largest number of rows and of columns of such a matrix. With a larger matrix, a GPU would take longer to
-# compute the product than to read and write the tensors.
+# Convolutions become a matrix product only if the matrix has at most this number of rows and of columns. With
+# a larger matrix, a GPU would take longer to compute the product than to read and write the tensors.
 MOST = 512
 
 
 def gathered(x: Tensor, filters: Tensor, scale: float) -> Tensor:
-    """A node for a convolution whose windows do not overlap. Later rules replace it, so it never runs.
+    """Stands for a convolution whose windows do not overlap. Later rules replace it, so it never runs.
 
     ``filters``: (r, C, *cell), where ``*cell`` is the size of the kernel. Each window (cell) of channel c of
     x becomes one element of channel i * C + c, for each i below r: the sum of the cell's elements, each times
@@ -52,11 +52,11 @@ def gathered(x: Tensor, filters: Tensor, scale: float) -> Tensor:
 
 
 def scattered(x: Tensor, filters: Tensor, scale: float) -> Tensor:
-    """A node for a transposed convolution whose windows do not overlap. Later rules replace it.
+    """Stands for a transposed convolution whose windows do not overlap. Later rules replace it.
 
     ``filters``: (r, C, *cell), where ``*cell`` is the size of the kernel. x has r * C channels, and the
-    result has C. Each position of x becomes a cell of the result. Its channel c is the sum over i of the
-    element in channel i * C + c, times ``scale * filters[i, c]``.
+    result has C. Each position of x becomes a cell of the result. Channel c of this cell is the sum over i of
+    the element in channel i * C + c of x, times ``scale * filters[i, c]``.
     """
     raise NotImplementedError
 
@@ -76,7 +76,7 @@ def cells(graph: fx.Graph) -> fx.Graph:
 class Chain(NamedTuple):
     """Convolutions one after another. The first reads channels ``start`` to ``start + C`` of ``x``.
 
-    ``filters`` has one weight (C, 1, *kernel) for each of them.
+    ``filters`` has one weight (C, 1, *kernel) for each convolution.
     """
 
     x: Node
@@ -85,9 +85,9 @@ class Chain(NamedTuple):
 
 
 def side_by_side(r: Rewriter, n: Any) -> Node | None:
-    """Replaces convolutions without overlaps of one input, and the cat of their channels, by one node.
+    """Replaces convolutions of one input, and the cat of their channels, by one node: ``gathered``.
 
-    The node is ``gathered``.
+    The windows of each convolution must not overlap.
     """
     parts, dim = n.args
     if dim != 1 or not _is_usual(n):
@@ -108,9 +108,10 @@ def side_by_side(r: Rewriter, n: Any) -> Node | None:
 
 
 def added_up(r: Rewriter, n: Any) -> Node | None:
-    """Replaces transposed convolutions without overlaps, and the sum of their results, by one node.
+    """Replaces transposed convolutions, and the sum of their results, by one node: ``scattered``.
 
-    Each of them must read other channels of the same value. The node is ``scattered``.
+    The windows of each convolution must not overlap. Each convolution must read other channels of the same
+    value, and together they must read all of them.
     """
     chains = sorted(_terms(n) or (), key=lambda c: c.start) if _is_usual(n) else []
     starts = [c.start for c in chains]
@@ -123,7 +124,7 @@ def added_up(r: Rewriter, n: Any) -> Node | None:
 
 
 def _terms(n: Any) -> list[Chain] | None:
-    """Lists the transposed convolutions whose sum is ``n``. None if ``n`` is no such sum."""
+    """Lists the transposed convolutions whose sum is the node ``n``. None if ``n`` is no such sum."""
     if has(n, aten.add.Tensor):
         a, b = next(operands(n), (None, None))
         if a is None or a is b or shape(a) != shape(b) or dtype(a) != dtype(b):
@@ -140,7 +141,10 @@ def _terms(n: Any) -> list[Chain] | None:
 
 
 def _is_of_cells(n: Any, *, transposed: bool) -> bool:
-    """True if ``n`` is a convolution without bias, with one filter for each channel and without overlaps."""
+    """True if the node ``n`` is a convolution whose windows do not overlap.
+
+    It must have no bias, and one filter for each channel.
+    """
     if not has(n, steps.conv):
         return False
     x, weight, bias, stride, padding, dilation, is_transposed, more, groups = n.args
@@ -153,14 +157,16 @@ def _is_usual(n: Any) -> bool:
     return rank(n) in (4, 5) and has_kernels(n) and 0 not in shape(n)
 
 
-# ---- filters
+# ---- the filters of convolutions
 
 
 def _joined(r: Rewriter, chains: Sequence[Chain], *, first_is_inner: bool) -> Node | None:
-    """Computes one filter for each chain of convolutions and each channel: (chains, C, *cell), in fp32.
+    """Combines the filters of successive convolutions: (chains, C, *cell), in fp32.
 
-    Returns None if the chains have kernels of different sizes, or if the matrix would be too large.
-    ``first_is_inner``: True if the kernels of the first convolution lie inside of those of the next.
+    Each of ``chains`` is a series of convolutions. It gets one filter for each channel. Returns None if the
+    chains have kernels of different sizes, or if the matrix of the product would be too large.
+    ``first_is_inner``: True if each element of the next convolution's kernel stands for a whole kernel of the
+    first one. False if it is the other way round, as in transposed convolutions.
     """
     kernels = [[shape(w)[2:] for w in c.filters] for c in chains]
     C = shape(chains[0].filters[0])[0] if chains[0].filters else 0
@@ -185,7 +191,10 @@ def _joined(r: Rewriter, chains: Sequence[Chain], *, first_is_inner: bool) -> No
 
 
 def _nested(r: Rewriter, outer: Node, inner: Node) -> Node:
-    """Joins the filters of two convolutions: each position of ``outer`` becomes a cell of ``inner``."""
+    """Combines the filters of two convolutions by multiplying ``inner`` with each element of ``outer``.
+
+    Each element of ``outer`` is replaced by the whole product.
+    """
     channels = shape(outer)[0] * shape(outer)[1]
     b, C, *small = shape(inner)
     outer = r.reshape(outer, (channels // (b * C), b * C, *shape(outer)[2:]))
@@ -193,11 +202,11 @@ def _nested(r: Rewriter, outer: Node, inner: Node) -> Node:
     return r.new(steps.nested_filters, (outer, inner), (channels // C, C, *cell), torch.float32)
 
 
-# ---- rules for ``gathered`` and ``scattered``
+# ---- rules for ``gathered`` and ``scattered``, nodes that stand for convolutions
 
 
 def scaled(r: Rewriter, n: Any) -> Node | None:
-    """Lets a convolution without overlaps include a multiplication or division by a number after it."""
+    """Moves a factor or divisor after a convolution whose windows do not overlap into the convolution."""
     of, factor = n.args[0], number(n)
     if not has(of, gathered, scattered) or not is_only(of) or not factor or dtype(of) != dtype(n):
         return None
@@ -207,14 +216,17 @@ def scaled(r: Rewriter, n: Any) -> Node | None:
 
 
 def without_unread_pad(r: Rewriter, n: Any) -> Node | None:
-    """Removes a pad before a convolution without overlaps, if no whole window contains a padded element."""
+    """Removes a pad before a convolution whose windows do not overlap, if no window reads the pad."""
     padded, filters, scale = n.args
     x = unpadded(padded, [m * k for m, k in zip(shape(n)[2:], shape(filters)[2:], strict=True)])
     return None if x is padded else r.like(gathered, (x, filters, scale), n)
 
 
 def cells_of_cells(r: Rewriter, n: Any) -> Node | None:
-    """Joins two convolutions without overlaps, or two transposed ones, that follow each other."""
+    """Replaces two successive convolutions whose windows do not overlap by one such convolution.
+
+    It does the same for two transposed convolutions.
+    """
     before, filters, scale = n.args
     if not has(before, n.target) or not is_only(before):
         return None
@@ -227,12 +239,12 @@ def cells_of_cells(r: Rewriter, n: Any) -> Node | None:
 
 
 def as_product(r: Rewriter, n: Any) -> Node:
-    """Replaces a convolution without overlaps by a matrix product between views."""
+    """Replaces a convolution whose windows do not overlap by views, a matrix product, and views of it."""
     x, filters, scale = n.args
     count, C, *cell = shape(filters)
     d, P = len(cell), math.prod(cell)
     is_scattered = has(n, scattered)
-    N, many, *few = shape(x) if is_scattered else shape(n)  # few: the number of cells along each axis
+    N, many, *few = shape(x) if is_scattered else shape(n)  # few: the number of windows along each axis
     size = (P * C, count * C) if is_scattered else (count * C, P * C)
     matrix = r.new(steps.matrix_of_cells, (filters, scale, dtype(n), is_scattered), size, dtype(n))
     if is_scattered:

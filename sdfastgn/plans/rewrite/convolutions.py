@@ -1,8 +1,8 @@
 """Rules for convolutions of images and videos: about padding, upsampling and biases beside a convolution.
 
-A rule is a function that replaces one node of a graph by a faster one. ``_RULES`` lists those that are asked
-about each convolution. ``frames.py`` has the rules about pads, caches and norms before a convolution of a
-video.
+A rule is a function that replaces one node of a graph by a faster one. ``_RULES`` lists the rules that are
+called for each convolution. ``frames.py`` has the rules about pads, caches and norms before a convolution of
+a video.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from sdfastgn.plans.run import steps
 # cuDNN computes a convolution together with bias and ReLU only if the channels of a pixel take a multiple of
 # 16 bytes. In fp16 and bf16 these are 8 channels.
 _CUDNN_CHANNELS = 8
-# For each function in ``steps`` that adds a bias: the indices of its arguments ``bias`` and ``emits``. The
-# argument ``activation`` comes directly after ``emits``.
+# For each function in ``steps`` that adds a bias: the indices of its arguments ``bias`` and ``emits``.
+# ``emits`` says whether the function also computes statistics for a GroupNorm. The argument ``activation``
+# comes directly after it.
 _SUMS = {steps.add: (2, 4), steps.add_bias_: (1, 2)}
 
 # In these dtypes a convolution with a 1x1 kernel may become a matrix product. In fp32 PyTorch lets
@@ -52,13 +53,14 @@ def convolutions(graph: fx.Graph) -> fx.Graph:
 def relus(graph: fx.Graph) -> fx.Graph:
     """Replaces a convolution, and the bias, residual and ReLU after it, by one call of cuDNN.
 
-    This pass runs after the pass ``statistics``: a sum that must also give statistics to a norm stays.
+    This pass runs after the pass ``statistics``, because a sum that also computes statistics for a GroupNorm
+    must stay.
     """
     return apply(graph, with_relu, operator.getitem)
 
 
 def _where_usual(rule: Rule) -> Rule:
-    """Restricts ``rule`` to convolutions in a dtype of our kernels that are not transposed."""
+    """Restricts ``rule`` to convolutions that are not transposed, in a dtype for which there are kernels."""
 
     def usual(r: Rewriter, n: Any) -> Node | None:
         _, _, _, stride, padding, dilation, transposed, *_ = n.args
@@ -78,7 +80,7 @@ def own_padding(r: Rewriter, n: Any) -> Node | None:
     if not has(x, steps.pad) or x.args[2:] != ("constant", 0.0):
         return None
     source, pads, mode, value = x.args
-    axes = [(pads[i], pads[i + 1]) for i in range(0, len(pads), 2)]  # the last axis first, as for F.pad
+    axes = [(pads[i], pads[i + 1]) for i in range(0, len(pads), 2)]  # pads of the last axis come first
     own = [a if a == b else 0 for a, b in axes]
     rest = [0 if a == b else p for a, b in axes for p in (a, b)]
     if not any(own) or min(own) < 0 or (any(rest) and not is_only(x)):
@@ -121,7 +123,8 @@ def frames_repeated_after(r: Rewriter, n: Any) -> Node | None:
 def in_phases(r: Rewriter, n: Any) -> Node | None:
     """Replaces a 3x3 convolution of an image upsampled by two by ``upsample_conv``, where that is faster.
 
-    It computes each of the four output phases from the small image, with a convolution kernel of 2x2.
+    Upsampling makes four pixels from one. ``upsample_conv`` computes the result at each of the four by a 2x2
+    convolution of the small image.
     """
     x, weight, bias, stride, padding, dilation, _, _, groups = n.args
     if not has(x, steps.upsample) or not is_only(x) or tuple(x.args[1]) != (2, 2):
@@ -145,7 +148,7 @@ def bias_apart(r: Rewriter, n: Any) -> Node | None:
 
 
 def pad_of_cat(r: Rewriter, n: Any) -> Node | None:
-    """Replaces a constant pad of a cat by ``steps.padded_cat``, if no other node reads the cat."""
+    """Replaces a constant pad of a cat by one node, ``steps.padded_cat``, if no other node reads the cat."""
     x, pads, mode, value = n.args
     if mode != "constant" or min(pads) < 0 or not has(x, steps.cat) or not is_only(x):
         return None
@@ -184,8 +187,7 @@ def _takes_relu(h: Any, has_residual: bool) -> bool:
     return not transposed and has_channels and (keeps_size or not has_residual)
 
 
-# The rules run one after another over the whole graph. Each one sees the graph as those before it have left
-# it.
+# The rules for convolutions. Each one runs over the whole graph, as the rules before it have left it.
 _RULES: tuple[Rule, ...] = (
     frames_repeated_after,
     own_padding,

@@ -3,8 +3,7 @@
 Each row of the input, and each row of the weight, has its own scale. A kernel before the product quantizes
 the input. Several products of the same input share this kernel. If the input comes from an adaptive norm, the
 norm's kernel quantizes it. Otherwise the quantizing kernel also computes an activation, a concatenation of
-two tensors or a gated activation before the product. So the result of that need not be written to memory in
-16 bits.
+two tensors or a gated activation before the product, whose result is then not written to memory in 16 bits.
 
 Only large layers in the model's transformer blocks are computed in E4M3 (``in_blocks`` of
 ``patches/fp8/rows.py``). Small layers would hardly be faster. The layers that are sensitive to rounding are
@@ -47,10 +46,10 @@ aten = torch.ops.aten
 # have at least this number of columns. With 512 rows, reading the weight takes most of the time, and in E4M3
 # it is half as large. With fewer rows or columns, quantizing the input takes as long as the product saves.
 FEWEST_ROWS = FEWEST_COLUMNS = 512
-# Matrix products in E4M3 need numbers of rows and columns of the weight that are multiples of this number.
+# In matrix products in E4M3, the numbers of rows and columns of the weight must be multiples of this number.
 _SIZES = 16
-# Only layers in this dtype are replaced. PyTorch's E4M3 products with a scale for each row give results in
-# it.
+# Only linear layers in this dtype are computed in E4M3, because PyTorch's E4M3 products with a scale for each
+# row return this dtype.
 DTYPE = torch.bfloat16
 
 
@@ -86,10 +85,10 @@ def _fits(n: Node, weights: set[Node]) -> bool:
 
 
 def _rows(x: Node, products: list[Node]) -> tuple[Any, ...]:
-    """Returns arguments for ``quantize_rows`` whose result is x, quantized.
+    """Returns arguments with which ``quantize_rows`` computes x in E4M3.
 
-    If x is an activation, a cat of two tensors or a gated activation, and only ``products`` read it, the
-    arguments are those from which x is computed. Then ``quantize_rows`` computes x too.
+    If x is an activation, a cat of two tensors or a gated activation, and only the nodes ``products`` read x,
+    ``quantize_rows`` also does this operation: the arguments are the operation's inputs. Else they are (x,).
     """
     if not all(reader in products for reader in x.users):
         return (x,)
@@ -105,9 +104,9 @@ def _rows(x: Node, products: list[Node]) -> tuple[Any, ...]:
 
 
 def _of_norm(r: Rewriter, x: Node, products: list[Node], written: dict[Any, list[Node]]) -> list[Node] | None:
-    """Returns x in E4M3 and its scales if x is an adaptive norm, which then computes them itself. Else None.
+    """Lets the kernel of the adaptive norm x quantize x. Returns nodes for x in E4M3 and for its scales.
 
-    Only the nodes ``products`` may read x.
+    None if x is no adaptive norm, or if other nodes than ``products`` read x.
     """
     if x in written:
         return written[x]
@@ -133,7 +132,7 @@ def _before_activation(x: Any, has_no_other_reader: bool) -> tuple[Node, str]:
 
 
 def _written(r: Rewriter, step: Any, args: Any, written: dict[Any, list[Node]], to: Any) -> list[Node]:
-    """Returns the results of the call ``step(*args)``, which is made only once for equal arguments.
+    """Makes a call ``step(*args)``, or finds an equal one in ``written``. Returns nodes for its two results.
 
     They are a tensor of the shape ``to`` in E4M3, and the scales of its rows.
     """

@@ -47,13 +47,13 @@ def finish(graph: fx.Graph) -> fx.Graph:
 
 
 def _write_in_place(r: Rewriter, n: Node) -> None:
-    """Makes ``n``, a copy of a tensor with one part overwritten, an in-place write, where that is safe.
+    """Lets the node ``n`` overwrite a part of its input instead of a copy of it, where that is safe.
 
-    It is safe if the tensor is in newly allocated memory and no other node reads it.
+    It is safe if the input is in newly allocated memory and no other node reads it.
     """
     x: Any = n.args[0]
-    # Several writes may begin with the same tensor, filled with one number. Each write gets such a tensor of
-    # its own, which it can overwrite.
+    # Several nodes may write into parts of the same tensor, which is filled with one number. Each gets such a
+    # tensor of its own, which it can overwrite.
     if has(x, aten.full.default) and not is_only(x):
         r.at = n
         x = r.like(x.target, x.args, x, **x.kwargs)
@@ -63,7 +63,7 @@ def _write_in_place(r: Rewriter, n: Node) -> None:
 
 
 def _copy_results(r: Rewriter, out: Node) -> None:
-    """Copies each result that is an argument, parameter or constant, or in the memory of another result."""
+    """Copies each result that lies in the memory of an argument, parameter, constant or other result."""
     seen: set[Node] = set()
     results: list[Any] = []
     for y in out.args[0]:
@@ -77,9 +77,9 @@ def _copy_results(r: Rewriter, out: Node) -> None:
 
 
 def _copy_sources(r: Rewriter, writes: Iterable[Node]) -> None:
-    """Copies values that are written into arguments, if they lie in arguments that are written too.
+    """Copies values that the call writes into its arguments, if they lie in arguments that are written too.
 
-    Otherwise one write could change the value of another one before that runs.
+    Otherwise an earlier write could change the value before a later write reads it.
     """
     written = {n.args[0] for n in writes}
     for n in writes:

@@ -28,13 +28,13 @@ _ONCE = (1, 1, 1)
 
 
 class Kept(NamedTuple):
-    """Frames that the model keeps for the next chunk: the last ``length`` frames of a value.
+    """Frames that the model keeps for the next chunk of a video: the last ``length`` frames of a value.
 
     Attributes:
-        reader: the node that cuts them out of the value; or, if ``whole`` is a node, one that reads
-            ``whole``.
-        length: their number.
-        whole: a value of which all frames are kept. None if only a part of a value is.
+        reader: the node that cuts the frames out of the value. If all frames are kept: a node that reads the
+            value.
+        length: the number of frames.
+        whole: the value, if all its frames are kept. Else None.
     """
 
     reader: Node
@@ -48,15 +48,15 @@ class Source(NamedTuple):
     Attributes:
         x: the frames before pads, upsampling and concatenation with the cache.
         reader: the node that reads x on the way to the convolution.
-        cache: frames that the model has kept from the last chunk, or None.
+        cache: frames that the model has kept from the last chunk of the video, or None.
         front: number of frames that a pad or the cache puts before x.
         back: number of frames that a pad puts after x.
         border: number of rows that a pad adds above and below, and of columns left and right.
         of_time: the mode of the pad along time; None if there is no such pad.
         of_image: the mode of the pad along height and width; None if there is no such pad.
         times: how often each element is repeated along time, height and width.
-        kept: the frames that other nodes keep for the next chunk.
-        norm: a norm between the pads and the convolution. None if there is none: then x itself may be a norm.
+        kept: the frames that other nodes keep for the next chunk of the video.
+        norm: a norm between the pads and the convolution. If it is None, x may be a norm.
     """
 
     x: Any
@@ -73,7 +73,7 @@ class Source(NamedTuple):
 
     @property
     def mode(self) -> str | None:
-        """The name of the mode in which ``steps.frames`` makes these pads. None if it cannot make them."""
+        """The mode of ``steps.frames`` for pads in the modes ``of_time`` and ``of_image``, or None."""
         for (time, image), name in _MODES.items():
             if self.of_time in (None, time) and self.of_image in (None, image):
                 return name
@@ -95,7 +95,7 @@ class Source(NamedTuple):
 
 
 def in_one(r: Rewriter, n: Any) -> Node | None:
-    """Replaces convolutions of successive parts of a video, joined along time, by one convolution of all."""
+    """Replaces convolutions of successive parts of a video, and the cat of their results, by one."""
     parts, axis = n.args
     if rank(n) != 5 or axis != 2 or not all(has(p, steps.conv) and is_only(p) for p in parts):
         return None
@@ -121,7 +121,7 @@ def last_slice(r: Rewriter, n: Any) -> Node | None:
     x, weight, bias, stride, padding, dilation, _, _, groups = n.args
     if rank(n) != 5 or bias is not None or padding[0]:
         return None
-    if has(weight, steps.cut) and shape(x)[2] == 1:  # the model's code itself uses only the last slice
+    if has(weight, steps.cut) and shape(x)[2] == 1:  # the model itself cuts out the weight's last slice
         whole, axis, start, length = weight.args
         if axis != 2 or length != 1 or start != shape(whole)[2] - 1:
             return None
@@ -139,9 +139,9 @@ def last_slice(r: Rewriter, n: Any) -> Node | None:
 def in_frames(r: Rewriter, n: Any) -> Node | None:
     """Replaces pads, a cache or upsampling before a convolution of a video by one kernel, ``steps.frames``.
 
-    The cache has the last frames of the chunk before. The kernel also computes a norm before these. If that
-    is faster, it puts the frames of each window of the convolution side by side as channels, so that a 2-D
-    convolution can follow: ``steps.conv_windows``.
+    The cache has the last frames of the video's previous chunk. The kernel also computes a norm, before the
+    pads or between them and the convolution. Where a 2-D convolution is faster, the kernel puts the frames of
+    each window of the convolution side by side as channels. ``steps.conv_windows`` is this 2-D convolution.
     """
     _, weight, bias, stride, padding, dilation, _, _, groups = n.args
     source = source_of(n) if rank(n) == 5 and bias is None else None
@@ -166,8 +166,8 @@ def upsampled_in_frames(r: Rewriter, n: Any) -> Node | None:
 def padded_for_all(r: Rewriter, n: Any) -> Node | None:
     """Computes frames that are read both with and without a pad along time only once: with the pad.
 
-    ``n`` is a ``steps.frames`` that only pads the result of another one. The readers of the unpadded frames
-    get a view of the padded ones.
+    The node ``n`` calls ``steps.frames`` only to pad the result of another call of ``steps.frames``. One call
+    replaces both. Nodes that read the frames without the pad get a view of the padded frames.
     """
     x, *how = n.args
     inner: Any = x.args[0] if has(x, operator.getitem) else None
@@ -193,9 +193,10 @@ def _only_pads(how: list[Any]) -> bool:
 
 
 def _frames(r: Rewriter, source: Source, window: int = 1) -> Node:
-    """Makes a node that calls the kernel ``steps.frames`` for ``source``. Returns the frames.
+    """Makes a node that computes ``source``, the input of a convolution, by the kernel ``steps.frames``.
 
-    Nodes that keep frames for the next chunk read the kernel's second result from now on.
+    Returns a node for the frames. Nodes that keep frames for the next chunk of the video read the kernel's
+    second result from now on.
     """
     before, shift, norm, kept = _norm_of(source) or (source.x, None, None, source.kept)
     keep = max((k.length for k in kept), default=0)
@@ -236,8 +237,8 @@ def image_in_frames(r: Rewriter, n: Any) -> Node | None:
 def source_of(n: Any) -> Source:
     """Finds out how the input of the convolution ``n`` is padded, joined with a cache, or upsampled.
 
-    A pad, cat or upsampling stays a part of the input if other nodes read its result, except for nodes that
-    keep its last frames for the next chunk.
+    The cache has the last frames of the video's previous chunk. The search ends at a pad, cat or upsampling
+    whose result other nodes read, unless they only keep its last frames for the next chunk.
     """
     source = Source(n.args[0], n)
     while (inner := _without_pad(source)) is not None:
@@ -259,7 +260,8 @@ def _without_pad(source: Source) -> Source | None:
             return None
         source = source._replace(front=front, back=back, of_time=mode)
     if top or left:
-        if source.of_image is not None or kept:  # ``steps.frames`` returns kept frames without borders
+        # ``steps.frames`` adds no rows and columns to frames that it returns for a video's next chunk.
+        if source.of_image is not None or kept:
             return None
         source = source._replace(border=(top, left), of_image=mode)
     if kept is None or source.mode is None:
@@ -268,10 +270,10 @@ def _without_pad(source: Source) -> Source | None:
 
 
 def _without_pad_of_norm(source: Source) -> Source | None:
-    """Takes a pad before a GroupNorm into account in ``source``, the description of a convolution's input.
+    """Adds a pad before a GroupNorm to ``source``, which describes a convolution's input.
 
     Returns the new description, or None if there is no such pad. The norm's mean and variance include the
-    frames that the pad repeats. ``steps.frames`` takes care of that.
+    frames that the pad repeats. ``steps.frames`` includes them too.
     """
     norm = source.x
     x = norm.args[0] if has(norm, steps.group_norm) and norm.args[6:] == (None, None, False) else None
@@ -291,7 +293,7 @@ def _without_upsampling(source: Source) -> Source | None:
 
 
 def _upsampling(source: Source) -> Source | None:
-    """Takes the upsampling that makes x into account in ``source``, the description of a convolution's input.
+    """Adds the upsampling whose result is ``source.x`` to ``source``, which describes a convolution's input.
 
     Returns the new description, or None if one kernel cannot do the upsampling together with the rest.
     """
@@ -317,30 +319,32 @@ def _without_cache(source: Source) -> Source | None:
     return source._replace(x=x, reader=source.x, cache=cache, front=source.front + shape(cache)[2], kept=kept)
 
 
-# ---- kept frames
+# ---- frames that models keep for the next chunk of a video
 
 
 def _kept_of(source: Source) -> tuple[Kept, ...] | None:
-    """Lists the frames that nodes keep for the next chunk, with those that other readers of x keep.
+    """Lists the frames that nodes keep for a video's next chunk: ``source.kept``, and those of ``source.x``.
 
-    None if another node reads x for anything else.
+    None if another node than ``source.reader`` reads ``source.x`` for anything else, or if ``steps.frames``
+    cannot return these frames.
     """
     found = [_kept_by(u, source) for u in source.x.users if u is not source.reader]
     kept = tuple(k for k in found if k is not None)
     if len(kept) < len(found) or (kept and (source.back or source.times != _ONCE)):
         return None
-    # One kernel reads the cache and returns the kept frames. So the cache must not be computed from kept
-    # frames.
+    # One kernel reads the cache (frames of the last chunk) and returns the frames for the next chunk. So the
+    # cache must not be computed from frames for the next chunk.
     if source.cache is not None and not all(source.cache < k.reader for k in kept):
         return None
     return source.kept + kept
 
 
 def _kept_by(u: Any, source: Source) -> Kept | None:
-    """Returns which frames of x the node ``u`` keeps for the next chunk. None if it uses x for anything else.
+    """Returns which frames of ``source.x`` the node ``u`` keeps for the next chunk of a video.
 
-    These are the last frames of x, or of the cache and x together. They are all frames of x if ``u``
-    concatenates x with another chunk after it, or if ``u`` is the output of the graph.
+    They are the last frames of ``source.x``, or of the cache (frames of the last chunk) and ``source.x``
+    together. They are all frames of ``source.x`` if ``u`` concatenates it with another chunk after it, or is
+    the output of the graph. Returns None if ``u`` uses ``source.x`` for anything else.
     """
     x, cache = source.x, source.cache
     if u.op == "output" and source.is_changed:
@@ -359,15 +363,15 @@ def _kept_by(u: Any, source: Source) -> Kept | None:
 
 
 def _read_kept(r: Rewriter, kept: tuple[Kept, ...], frames: Node) -> None:
-    """Lets nodes that keep frames for the next chunk read ``frames``, a result of ``steps.frames``."""
+    """Lets nodes that keep frames for a video's next chunk read ``frames``, a result of ``steps.frames``."""
     most = shape(frames)[2]
     for reader, length, whole in kept:
         part = r.cut(frames, 2, most - length, length)
         if whole is not None:
             reader.replace_input_with(whole, part)
             continue
-        # Models copy kept frames, so that the other frames can be freed. The second result has no other
-        # frames.
+        # Models copy the frames that they keep for the next chunk, so that the other frames can be freed.
+        # These copies are dropped: ``frames`` has no other frames.
         if length == most:
             for u in list(reader.users):
                 if has(u, steps.copy):
@@ -379,9 +383,10 @@ def _read_kept(r: Rewriter, kept: tuple[Kept, ...], frames: Node) -> None:
 
 
 def _norm_of(source: Source) -> tuple[Node, Any, steps.Group | steps.Channel, tuple[Kept, ...]] | None:
-    """Returns (input of the norm, its shift, the norm, all kept frames) if the frames come from a norm.
+    """Returns (input of the norm, shift, norm, kept frames) if the frames of ``source`` come from a norm.
 
-    Else None. The shift is a tensor that is added before the norm.
+    Else None. The shift is a tensor that is added to the norm's input. The kept frames are those that nodes
+    keep for the next chunk of the video.
     """
     if source.norm is not None:
         _, groups, weight, bias, eps, activation, shift, *_ = source.norm.args

@@ -34,9 +34,9 @@ _SWAP = (0, 2, 1, 3)
 
 
 class _Part(NamedTuple):
-    """A group of tokens, as the arguments of ``steps.rotate``: heads x, their norm and their rotation.
+    """The heads x of some tokens, with the norm and rotary embedding that ``steps.rotate`` applies to them.
 
-    With the defaults there is neither a norm nor a rotation.
+    With the defaults there is neither a norm nor a rotary embedding.
     """
 
     x: Node
@@ -53,7 +53,7 @@ class _Part(NamedTuple):
         return self.weight is not None or self.layer
 
     def after(self, norm: _Part) -> _Part:
-        """Returns this rotation, with the norm of ``norm`` before it."""
+        """Returns this rotary embedding, with the norm of ``norm`` before it."""
         return self._replace(weight=norm.weight, eps=norm.eps, bias=norm.bias, layer=norm.layer)
 
 
@@ -92,10 +92,11 @@ def _rotated(r: Rewriter, n: Node) -> Node | None:
 
 
 def _tokens_first(r: Rewriter, n: Node, found: _Part) -> Node:
-    """Makes a node for ``found``: the norm and rotary embedding whose result is n.
+    """Makes a node that computes ``found``, the norm and rotary embedding whose result is ``n``.
 
-    If x is a view (B, H, S, D) of a tensor (B, S, H, D), the node computes the tensor, and the view comes
-    after it. Then the heads of a token lie side by side in memory, also in the result of attention.
+    If ``found.x`` is a view (B, H, S, D) of a tensor (B, S, H, D), the node reads the tensor, and a view of
+    its result replaces ``n``. Then the heads of a token lie side by side in memory, also in the result of
+    attention.
     """
     is_swapped = has(found.x, steps.permute) and found.x.args[1] == _SWAP
     if is_swapped:
@@ -112,7 +113,10 @@ def _tokens_first(r: Rewriter, n: Node, found: _Part) -> Node:
 
 
 def _each_rotated(r: Rewriter, parts: list[_Part], found: _Part) -> list[_Part]:
-    """Adds the rotation ``found`` of concatenated heads to each part, which gets its rows of cos and sin."""
+    """Adds the rotary embedding ``found`` of concatenated heads to each of their ``parts``.
+
+    Each part gets its own rows of the tables of cos and sin.
+    """
     rotated, start = [], 0
     for p in parts:
         where = 1, start, shape(p.x)[1]
@@ -138,10 +142,10 @@ def _joined(r: Rewriter, n: Node) -> Node | None:
 
 
 def _overwritten(r: Rewriter, n: Node) -> Node | None:
-    """Replaces a write of tokens with a rotary embedding over a part of heads x by one kernel.
+    """Replaces a write of tokens over a part of attention heads x by one kernel, ``steps.join_heads``.
 
-    ``steps.join_heads`` joins the rotated tokens with the rest of x. Nothing is replaced if x is newly
-    allocated memory: then the rotated tokens can be written into it in place.
+    The kernel computes the rotary embedding or norm of the written tokens, and joins them with the rest of x.
+    Nothing is replaced if x is in newly allocated memory: then the tokens can be written into x in place.
     """
     x, part, dim, start, _, step = arguments(n)
     if has(x, *UNFILLED, aten.full.default, aten.slice_scatter.default) or step != 1 or start < 0:
@@ -155,9 +159,9 @@ def _overwritten(r: Rewriter, n: Node) -> Node | None:
 
 
 def _parts(r: Rewriter, n: Node, parts: Iterable[Node], dim: int) -> list[_Part] | None:
-    """Returns a ``_Part`` for each of ``parts``, which ``n`` joins. None if ``n`` does not join heads.
+    """Returns a ``_Part`` (B, S, H, D) for each of ``parts``, which the node ``n`` joins.
 
-    Each part is (B, S, H, D), and ``n`` must join them along the tokens.
+    None if ``n`` does not join attention heads along the tokens, or if they do not fit the kernels.
     """
     if rank(n) != 4 or dim not in (1, 2) or 0 in shape(n) or not has_kernels(n) or not fits(shape(n)[-1]):
         return None
@@ -169,9 +173,9 @@ def _is_computed(p: _Part) -> bool:
 
 
 def _join(r: Rewriter, parts: list[_Part], n: Node, is_swapped: bool) -> Node:
-    """Makes a call of ``steps.join_heads`` for these parts (B, S, H, D), in place of ``n``.
+    """Makes a call of ``steps.join_heads`` for ``parts``, heads (B, S, H, D), in place of the node ``n``.
 
-    ``is_swapped``: True if ``n`` is (B, H, S, D). The result is then permuted.
+    ``is_swapped``: True if ``n`` is (B, H, S, D). The result of the call is then permuted.
     """
     B, S, H, D = (shape(n)[i] for i in _SWAP) if is_swapped else shape(n)
     y = r.new(steps.join_heads, (tuple(map(tuple, parts)),), (B, S, H, D), dtype(n))
@@ -186,10 +190,10 @@ def _is_read_by_attention(n: Node, *through: Any) -> bool:
 
 
 def _part(r: Rewriter, n: Node) -> _Part:
-    """Returns ``n`` as arguments of ``steps.rotate``.
+    """Returns the attention heads ``n`` as arguments of ``steps.rotate``.
 
-    If ``n`` is a view of a rotation or norm, these compute that rotation or norm of the same view of its
-    input.
+    If ``n`` is a view of a rotary embedding or norm, the arguments are for the same embedding or norm of the
+    same view of its input. Otherwise they are for neither.
     """
     source, views = _rows(n)
     if has(source, steps.rotate) and not any(has(v, steps.reshape) for v in views):
@@ -201,7 +205,7 @@ def _part(r: Rewriter, n: Node) -> _Part:
 
 
 def _norm(r: Rewriter, n: Node) -> _Part | None:
-    """Returns the norm over the last axis whose result is n. None if n is no such norm."""
+    """Returns the norm over the last axis whose result is the node ``n``. None if ``n`` is no such norm."""
     D = shape(n)[-1] if rank(n) else 0
     if not has_kernels(n) or 0 in shape(n) or not fits(D):
         return None
@@ -220,7 +224,10 @@ def _norm(r: Rewriter, n: Node) -> _Part | None:
 
 
 def _rows(n: Any) -> tuple[Any, list[Node]]:
-    """Returns a value, and the views that make n from it, in order. They keep rows along the last axis."""
+    """Returns the value from which views make the node ``n``, and these views in order.
+
+    It goes back only over views that keep each row along the last axis.
+    """
     views: list[Node] = []
     while has(n, steps.permute, steps.cut, steps.reshape):
         below, last = n.args[0], rank(n) - 1
@@ -239,9 +246,10 @@ def _rows(n: Any) -> tuple[Any, list[Node]]:
 
 
 def _same_views(r: Rewriter, views: list[Node], x: Node, is_table: bool = False) -> Node:
-    """Applies to x the same views as to another value.
+    """Applies to x the reshapes, permutations and cuts of the nodes ``views``.
 
-    ``is_table``: True if x is a table of cos or sin. It may have one element along an axis, which then stays.
+    ``is_table``: True if x is a table of cos or sin. Its axes of one element are broadcast, so they are not
+    cut.
     """
     for v in views:
         if has(v, steps.permute):

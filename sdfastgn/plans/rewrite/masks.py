@@ -2,8 +2,8 @@
 
 Tensors in a trace have no values, so the trace does not know which keys a mask hides. ``computed`` computes
 the masks for real arguments, and ``keys_seen`` counts the keys that each mask shows. If a mask hides no key,
-or all keys after the first ones, ``unmasked`` makes a copy of the graph whose attention reads no mask. It
-reads all keys, or only the first ones.
+or all keys after the first ones, ``unmasked`` makes a copy of the graph whose attention reads no mask. This
+attention reads all keys, or only the first ones.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def masks_of(
 
 
 def samples_of(mask: Node) -> int:
-    """The number of samples for which ``mask`` has a mask of their own; 1 if all samples share one."""
+    """The number of samples in ``mask``; 1 if all samples share one mask."""
     return shape(mask)[0] if rank(mask) == 4 else 1
 
 
@@ -80,7 +80,7 @@ def _sources(n: Node) -> set[Node]:
 def computed(
     masks: Mapping[Node, Sequence[Node]], placeholders: Sequence[Node]
 ) -> Callable[..., list[Tensor]]:
-    """A function that computes the values of ``masks`` from the values of ``placeholders``."""
+    """Returns a function that computes the values of ``masks`` from the values of ``placeholders``."""
     graph = fx.Graph()
     copies = {n: graph.placeholder(n.name) for n in placeholders}
     read = {s for sources in masks.values() for s in sources}
@@ -119,8 +119,9 @@ def unmasked(graph: fx.Graph, masks: Mapping[Node, Sequence[Node]], seen: Sequen
     Args:
         graph: the rewritten graph of a call.
         masks: the result of ``masks_of`` for this graph.
-        seen: for each mask ALL, FIRST, or None to keep the mask. For each FIRST the copy has one more
-            placeholder, after the others: an int64 tensor on the CPU with the number of keys of each sample.
+        seen: for each mask, the keys that attention reads instead of the mask: ALL, or only the FIRST ones.
+            None keeps the mask. For each FIRST the copy has one more placeholder, after the others: an int64
+            tensor on the CPU with the number of keys of each sample.
     """
     copied = fx.Graph()
     copies: dict[Node, Node] = {}

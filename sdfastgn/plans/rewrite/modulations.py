@@ -56,7 +56,7 @@ def spatial_norm(r: Rewriter, n: Any) -> Node | None:
 
 
 def activated_norm(r: Rewriter, n: Any) -> Node | None:
-    """Lets a spatial norm also compute the activation after it."""
+    """Lets ``steps.modulated_norm`` (a GroupNorm, factor and offset) also compute an activation after it."""
     x = n.args[0]
     norm = x.args[0] if has(x, steps.reshape) and is_only(x) else x
     if not has(norm, steps.modulated_norm) or not is_only(norm) or norm.args[5] != "identity":
@@ -78,7 +78,7 @@ def _modulated(
     frames, small_frames = ((1,), (1,)) if rank(n) == 4 else ((), ())
     video, modulation = (N, C, *frames, *shape(n)[2:]), (N, 2 * C, *small_frames, *small)
     # ``steps.modulated_norm`` derives from the shapes how often it repeats elements, and whether it repeats
-    # the first frame. This must give what the model's code does.
+    # the first frame. If the model's code repeats them otherwise, nothing is replaced.
     found = modulation_times(video, modulation)
     times = (*frames, *factor.times)
     if found is None or found[0] != times or (times[0] > 1 and found[1] != factor.first_once):
@@ -90,7 +90,7 @@ def _modulated(
 
 
 def upsampled(r: Rewriter, n: Any) -> Upsampled | None:
-    """Finds the small tensor from which ``n`` is upsampled. None if ``n`` is not upsampled.
+    """Finds the small tensor from which the node ``n`` is upsampled. None if ``n`` is not upsampled.
 
     A 1x1 convolution after the upsampling is moved before it.
     """
@@ -114,7 +114,10 @@ def _convolved(r: Rewriter, n: Any) -> Upsampled | None:
 
 
 def _in_parts(r: Rewriter, n: Any) -> Upsampled | None:
-    """Joins separate upsampling of the first frame and of the other frames to one with ``first_once``."""
+    """Joins separate upsampling of a video's first frame and of its other frames to one upsampling.
+
+    Its ``first_once`` is True: the first frame is not repeated along time.
+    """
     first, rest = (upsampled(r, part) for part in n.args[0])
     if first is None or rest is None or (rest.first_once and rest.times[0] > 1):
         return None

@@ -79,7 +79,7 @@ def mean_of_views(r: Rewriter, n: Any) -> Node | None:
 def sum_of_views(r: Rewriter, n: Any) -> Node | None:
     """Replaces a sum of operands that a reshape has copied by ``steps.add_views``.
 
-    This function reads the views before the reshape, so the reshape need not copy.
+    ``steps.add_views`` reads the views before the reshape, so the reshape need not copy.
     """
     a, b = next(operands(n), (None, None))
     if a is None or b is None or rank(n) not in (4, 5) or 0 in shape(n):
@@ -89,7 +89,7 @@ def sum_of_views(r: Rewriter, n: Any) -> Node | None:
 
 
 def bias_before_views(r: Rewriter, n: Any) -> None:
-    """Lets the copy of a reshape add a bias that comes before it, with only views between the two."""
+    """Lets a reshape that must copy also add a bias that comes before it, with only views between the two."""
     views: list[Node] = []
     end: Any = n
     while is_only(end) and has(user(end), steps.reshape, steps.permute):
@@ -126,13 +126,13 @@ def _sum(r: Rewriter, a: Any, b: Any) -> Node | None:
     return r.like(steps.add_views, (r.reshape(first.view, sizes), r.reshape(second.view, sizes), shape(a)), a)
 
 
-# ---- values as views
+# ---- values as views of other values
 
 
 def moved(r: Rewriter, n: Any) -> Moved | None:
-    """Finds the computed value of which ``n`` is a view or a reshaped copy.
+    """Finds the value of which the node ``n`` is a view or a reshaped copy, as a ``Moved``.
 
-    None if a reshape between the two does not just split or join axes of a view.
+    None if a reshape between the two does more than split or join axes.
     """
     if has(n, *VIEWS) and (source := moved(r, n.args[0])) is not None:
         if has(n, steps.reshape):
@@ -174,7 +174,7 @@ def _expanded(r: Rewriter, source: Moved, to: Sizes) -> Moved:
 def _part(r: Rewriter, source: Moved, dim: int, start: int, length: int) -> Moved | None:
     """Cuts ``length`` elements of axis ``dim`` from ``start`` on out of ``source``.
 
-    None if this part is not a part of the axes of the view that are joined in axis ``dim``.
+    Axis ``dim`` joins axes of ``source.view``. None if no cuts of these axes give exactly the elements.
     """
     place, axes = len(_flat(source.axes[:dim])), list(source.axes[dim])
     view = source.view
@@ -193,7 +193,7 @@ def _part(r: Rewriter, source: Moved, dim: int, start: int, length: int) -> Move
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> Sizes | None:
-    """Finds axes into which axes of the sizes a, and axes of the sizes b, can both be split. None if none.
+    """Finds sizes into which axes of the sizes a, and axes of the sizes b, can both be split. Else None.
 
     For instance, (6, 4) and (2, 12) can both be split into (2, 3, 4).
     """
@@ -222,7 +222,7 @@ def _flat(groups: Iterable[Sizes]) -> Sizes:
 
 
 def is_copied(n: Any) -> bool:
-    """True if ``n``, or the value that it is cut from, is a reshape that copies, and has only one reader."""
+    """True if ``n`` is a reshape that copies, or a cut of one, and only one node reads each of them."""
     while has(n, steps.cut) and is_only(n):
         n = n.args[0]
     return is_only(n) and copies(n)

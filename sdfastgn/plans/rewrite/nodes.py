@@ -64,13 +64,16 @@ def is_exact(cast: Any) -> bool:
 
 
 def number(n: Node) -> int | float | None:
-    """The second operand of ``n`` if it is a number and ``n`` has no keyword arguments, such as alpha."""
+    """The second operand of ``n`` if it is a number, and ``n`` has no keyword arguments. Else None."""
     is_number = len(n.args) > 1 and isinstance(n.args[1], (int, float)) and not n.kwargs
     return n.args[1] if is_number else None
 
 
 def operands(n: Node) -> Iterator[tuple[Node, Node]]:
-    """The two operands of a sum or product of tensors, in both orders. Empty if ``n`` is no such op."""
+    """Yields (a, b) and (b, a), the first two operands of the node ``n``, if both are tensors.
+
+    Yields nothing if one is no tensor, or if ``n`` has keyword arguments, such as alpha.
+    """
     a, b = n.args[:2] if len(n.args) > 1 else (None, None)
     if isinstance(a, Node) and isinstance(b, Node) and not n.kwargs:
         yield a, b
@@ -78,7 +81,7 @@ def operands(n: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def cleaned(graph: fx.Graph) -> fx.Graph:
-    """Removes nodes that no other node reads. Writes into arguments, and random numbers, stay."""
+    """Removes nodes that no other node reads. Nodes that write into arguments or draw random numbers stay."""
     for n in reversed(graph.nodes):
         if is_unread(n):
             graph.erase_node(n)
@@ -104,7 +107,7 @@ def ordered(graph: fx.Graph) -> fx.Graph:
             last = n
             continue
         stack = [n]
-        waiting: list[Node] = []  # nodes that must come after others. Each one reads the next
+        waiting: list[Node] = []  # each of these nodes waits for the next one, which it reads
         while stack:
             top = stack[-1]
             waits = [a for a in top.all_input_nodes if a not in done]
@@ -150,7 +153,7 @@ class Rewriter:
         dtype: torch.dtype | None = None,
         kwargs: dict[str, Any] | None = None,
     ) -> Node:
-        """Makes a call of ``target``. Its value has this shape and dtype; without a shape, it is a tuple."""
+        """Makes a node that calls ``target``. Without a ``shape``, its value is a tuple of tensors."""
         key = None
         if self.seen is not None:
             key = (
@@ -173,7 +176,7 @@ class Rewriter:
         return n
 
     def like(self, target: Callable[..., Any], args: Sequence[Any], n: Node, **kwargs: Any) -> Node:
-        """Makes a call of ``target`` whose value has the shape, dtype and device of ``n``."""
+        """Makes a node that calls ``target``. Its value has the shape, dtype and device of the node ``n``."""
         made = self.new(target, args, n.meta.get("shape"), n.meta.get("dtype"), kwargs or None)
         if n.meta:
             made.meta["device"] = n.meta["device"]
@@ -202,7 +205,7 @@ class Rewriter:
             dims, x = tuple(x.args[1][d] for d in dims), x.args[0]
         to = tuple(shape(x)[d] for d in dims)
         moved = [d for d in dims if shape(x)[d] != 1]
-        if moved == sorted(moved):  # only axes of one element move, if any
+        if moved == sorted(moved):  # a permutation that only moves axes of one element is a reshape
             return self.reshape(x, to)
         return self.new(steps.permute, (x, dims), to, dtype(x))
 

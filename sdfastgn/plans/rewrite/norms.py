@@ -52,7 +52,7 @@ def activation(n: Any) -> str | None:
 
 
 def widened(n: Any) -> Any:
-    """Returns the value before those casts that only widen it, and so round no number."""
+    """Returns the value from which the node ``n`` was cast without rounding, or else ``n`` itself."""
     while has(n, steps.cast) and is_exact(n):
         n = n.args[0]
     return n
@@ -62,7 +62,7 @@ def widened(n: Any) -> Any:
 
 
 class Norm(NamedTuple):
-    """``x / max(sqrt(sum of squares + added), eps) * scale * weight + bias``, over one axis."""
+    """The norm ``x / max(sqrt(sum of squares + added), eps) * scale * weight + bias`` over one axis."""
 
     x: Any
     eps: float = 0.0
@@ -75,8 +75,8 @@ class Norm(NamedTuple):
 def norms(graph: fx.Graph) -> fx.Graph:
     """Replaces norms over the channels of images, videos or attention heads by one kernel each."""
     r = Rewriter(graph)
-    # From the last node to the first: the product with the weight and the sum with the bias follow the norm,
-    # so they are found before the norm itself is replaced.
+    # The loop goes from the last node to the first: the product with the weight and the sum with the bias
+    # follow the norm, so they are found before the norm itself is replaced.
     for n in reversed(graph.nodes):
         if not has(n, *LAST_OPS) or not n.users or rank(n) not in (4, 5):
             continue
@@ -89,12 +89,12 @@ def norms(graph: fx.Graph) -> fx.Graph:
     return cleaned(graph)
 
 
-# The last operation of a norm is one of these ops and steps.
+# In a graph, the last node of a norm calls one of these functions.
 LAST_OPS = (aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor, steps.cast, aten.rms_norm.default)
 
 
 def norm_over(n: Node, axis: int) -> Norm | None:
-    """Returns the norm over ``axis`` whose result is ``n``. None if ``n`` is no such norm."""
+    """Returns the norm over ``axis`` whose result is the node ``n``. None if ``n`` is no such norm."""
     inner, affine = _affine(n, axis)
     found = next(filter(None, (spelling(inner, axis) for spelling in _NORMS)), None)
     if found is None or (found.weight is not None and affine.weight is not None):
@@ -135,7 +135,7 @@ def _affine(n: Any, axis: int) -> tuple[Any, Norm]:
 def _parameter(n: Node, axis: int) -> tuple[Node, Node] | None:
     """Returns (x, t) if ``n`` adds or multiplies x and a parameter t with one number for each channel.
 
-    Else None. t may be a view or cast of a tensor that is an input of the graph.
+    Else None. t may also be a view or cast of a parameter.
     """
     for x, t in operands(n):
         aligned = (1,) * (rank(n) - rank(t)) + shape(t)
@@ -205,7 +205,7 @@ def _whole(n: Any, axis: int) -> Norm | None:
         return None
     x, axes, weight, eps = arguments(n)
     if eps is None and dtype(x) != torch.float32:
-        return None  # in 16 bits PyTorch's default for eps differs between releases
+        return None  # the norm stays: in 16 bits PyTorch's default for eps differs between releases
     eps = torch.finfo(dtype(x)).eps if eps is None else eps
     return _of_mean(x, eps, axis)._replace(weight=weight) if len(axes) == 1 else None
 
@@ -214,7 +214,7 @@ _NORMS: tuple[Callable[[Any, int], Norm | None], ...] = (_normalized, _root_mean
 
 
 def _of_mean(x: Node, eps: float, axis: int) -> Norm:
-    """Expresses an RMS norm by a sum of squares: x * sqrt(C) / sqrt(sum of squares + C * eps)."""
+    """Expresses an RMS norm over C channels as x * sqrt(C) / sqrt(sum of squares + C * eps)."""
     C = shape(x)[axis]
     return Norm(x, added=C * eps, scale=math.sqrt(C))
 

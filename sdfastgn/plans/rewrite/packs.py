@@ -1,6 +1,7 @@
-"""Joins linear layers with the same input, such as those of queries, keys and values, to one step.
+"""Joins linear layers with the same input, such as those of queries, keys and values.
 
-The step ``steps.linears`` computes one matrix product if the weights lie side by side in memory.
+They become one call of ``steps.linears``. If the weights lie side by side in memory, it computes one matrix
+product. Otherwise it computes one for each layer.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from torch.fx import Node
 from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, rank, shape
 from sdfastgn.plans.run import steps
 
-# Linear layers whose result has more elements than this are not joined. They fill a GPU by themselves: on an
-# H200, three products with 4608 rows and 3072 columns took 101 us each, and one product for all three took
-# 336 us.
+# Linear layers whose result has more elements than this are not joined with others. They fill a GPU by
+# themselves: on an H200, three products with 4608 rows and 3072 columns took 101 us each, and one product for
+# all three took 336 us.
 MAX_ELEMENTS = 1 << 23
 
 
@@ -29,10 +30,12 @@ def packs(graph: fx.Graph) -> fx.Graph:
             groups.setdefault((x, bias is None, dtype(n)), []).append(n)
     r = Rewriter(graph)
     for (_, has_no_bias, _), products in groups.items():
-        # The x in the group's key may be gone: if an earlier group computed it, that group has replaced it.
+        # If an earlier group computed x, it has replaced x, and the x in the key of ``groups`` is gone. So x
+        # is read from a layer of the group.
         x = products[0].args[0]
         weights = tuple(n.args[1] for n in products)
-        # At least two layers, all with different weights: one weight cannot lie in memory beside itself.
+        # Only two or more layers with different weights are joined: one weight cannot lie in memory beside
+        # itself.
         if len(set(weights)) < max(2, len(weights)):
             continue
         r.at = products[0]

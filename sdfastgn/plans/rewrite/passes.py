@@ -1,6 +1,7 @@
 """``rewrite`` runs all passes over the graph of a traced call, one after another.
 
-A pass takes a graph and returns one. It replaces PyTorch's ops by steps, which call kernels.
+A pass takes a graph and returns one. It replaces PyTorch's ops by *steps*: functions in ``plans/run/steps``,
+most of which call a kernel.
 """
 
 from __future__ import annotations
@@ -38,33 +39,33 @@ aten = torch.ops.aten
 # it. The comment beside a pass says what it replaces, or why it stands where it does.
 PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     canonicalize,  # models write the same op in several forms. From here on there is one form
-    repeated_rows,  # linear layers compute rows that repeat only once
+    repeated_rows,  # if rows of a linear layer's input are repeated, the layer computes each of them once
     rotations,  # rotary embeddings become one kernel
     heads,  # norms, rotary embeddings and concatenations of attention heads become one kernel
-    ada_norms,  # norms of tokens take in factor and offset, and the sum with a gate before them
+    ada_norms,  # a norm of tokens, a factor and offset after it and a gated sum before it become one kernel
     norms,  # norms over channels, which models write in several ways, become one kernel
-    after_norms,  # norms take in scales, shifts and activations. ``sink_views`` then moves views behind norms
-    sink_views,  # views move behind norms and pointwise ops, if the kernels can read the input of the views
-    after_norms,  # once more: ``sink_views`` has moved activations next to norms
-    modulations,  # norms take in factors and offsets that are upsampled from small images or videos
+    after_norms,  # norms include scales, shifts and activations before ``sink_views`` puts views between them
+    sink_views,  # reshapes and permutations before norms and activations move behind them
+    after_norms,  # ``after_norms`` again, because ``sink_views`` has moved activations next to norms
+    modulations,  # a GroupNorm, and a factor and offset upsampled from small tensors, become one kernel
     cells,  # convolutions whose windows do not overlap become matrix products
     repeats,  # repeated elements before convolutions become upsampling
-    convolutions,  # convolutions take in pads, upsampling and norms. Their biases become separate nodes
-    sums,  # residual sums take in the biases of convolutions
-    shifts,  # norms take in biases and embeddings that are added before them
-    moves,  # sums and means read elements that move between channels and positions without a copy
-    biases,  # the biases that no other pass has taken become sums
-    activated_sums,  # sums take in the activations after them
+    convolutions,  # pads, upsampling and norm before a convolution become one kernel, its bias becomes a node
+    sums,  # residual sums also add the biases of convolutions
+    shifts,  # norms also add the biases and embeddings that are added before them
+    moves,  # sums and means read pixel shuffles, and images cut into patches, without copies of them
+    biases,  # biases of convolutions that no other pass has moved into a kernel become sums
+    activated_sums,  # sums also compute the activations after them
     statistics,  # sums also compute mean and variance for the GroupNorm after them
-    relus,  # convolutions take in bias, residual and ReLU
-    tokens,  # sums before layer norms, gated activations and linear layers become fewer kernels
+    relus,  # a convolution, its bias, a residual and ReLU become one call of cuDNN
+    tokens,  # linear layers, gated activations, and sums before layer norms become fewer kernels
     packs,  # linear layers with the same input become one product, if no other pass has replaced them
-    finish,  # some writes become in-place. Must be last: later passes might read overwritten values
+    finish,  # writes become in-place where possible. Must be last: later passes might read overwritten values
 )
 
 
 def rewrite(graph: fx.Graph, in_e4m3: Collection[fx.Node] = ()) -> fx.Graph:
-    """Replaces PyTorch's ops in the graph of a traced call by steps, which call kernels.
+    """Replaces PyTorch's ops in the graph of a traced call by steps, most of which call a kernel.
 
     ``in_e4m3``: parameters whose large matrix products are computed in E4M3, an 8-bit float dtype. Raises
     Untraceable if the graph contains an op that later calls could not repeat, such as dropout.
@@ -73,7 +74,8 @@ def rewrite(graph: fx.Graph, in_e4m3: Collection[fx.Node] = ()) -> fx.Graph:
         _check(n)
     drawn = _random_numbers(graph)
     for each in PASSES:
-        # Before ``tokens``, which would also join activations with linear layers, but in 16 bits.
+        # The pass ``e4m3`` runs before ``tokens``, which would also join activations with linear layers, but
+        # in 16 bits.
         if each is tokens and in_e4m3:
             graph = e4m3(graph, in_e4m3)
         graph = each(graph)
@@ -88,9 +90,10 @@ def _random_numbers(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _check(n: fx.Node) -> None:
-    """Raises Untraceable if later calls could not repeat the op that ``n`` calls.
+    """Raises Untraceable if later calls could not repeat the op that the node ``n`` calls.
 
-    Such ops draw random numbers, depend on strides, or write into something else than an argument.
+    Such ops draw random numbers (except ``DRAWN``, such as randn), depend on strides, or write into something
+    else than an argument of the call.
     """
     if n.op != "call_function" or (not n.users and not writes(n.target)):
         return

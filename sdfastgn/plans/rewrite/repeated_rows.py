@@ -53,13 +53,13 @@ def grouped_rows(r: Rewriter, x: Any) -> tuple[Node, int] | None:
 
 
 class _Each(NamedTuple):
-    """A tensor whose rows are repeated by views, and each row once.
+    """The rows of a tensor, along its last axis, in which views repeat rows.
 
     Attributes:
         rows: a tensor with each row once. Its first axes have the sizes ``once``. The remaining axes are the
             elements of a row.
-        sizes: the sizes of the axes along which the rows of the whole tensor lie. If neighboring ones are
-            joined, they are the axes of the whole tensor.
+        sizes: the sizes of axes along which all rows of the tensor lie. If neighboring ones are joined, they
+            are all axes of the tensor but the last.
         once: like ``sizes``, but with 1 for each axis along which rows are repeated.
     """
 
@@ -69,7 +69,7 @@ class _Each(NamedTuple):
 
 
 def _each(r: Rewriter, x: Any) -> _Each | None:
-    """Finds each row of x, along its last axis, once. None if no views repeat rows of x."""
+    """Finds the rows of x along its last axis, each of them once. None if no views repeat rows of x."""
     if rank(x) < 2 or 0 in shape(x) or not _is_repeated(x):
         return None
     source = moved(r, x)

@@ -23,8 +23,8 @@ def upsampled(r: Rewriter, n: Any) -> Node | None:
     """Replaces repeated elements by ``steps.upsample``, if a convolution or a pad reads them.
 
     Convolutions and pads need the repeated elements in memory. Other ops may read the views instead, so for
-    them nothing is replaced. Along time, the model must repeat all frames but the first: it must cut off the
-    copies of the first frame.
+    them nothing is replaced. Repetitions along time are replaced only if the model cuts off the copies of the
+    first frame.
     """
     is_copied = any(has(u, steps.conv, steps.pad) for u in n.users)
     if not is_copied or rank(n) not in (4, 5) or 0 in shape(n) or not dtype(n).is_floating_point:
@@ -39,7 +39,10 @@ def upsampled(r: Rewriter, n: Any) -> Node | None:
 
 
 def _source(r: Rewriter, n: Any) -> tuple[Any, tuple[int, ...]]:
-    """Finds the value whose elements ``n`` repeats, and how often it repeats them along each spatial axis."""
+    """Finds the value whose elements ``n`` repeats, and how often it repeats them along each spatial axis.
+
+    If ``n`` repeats none, the value is ``n`` itself.
+    """
     times = [1] * (rank(n) - 2)
     while has(n, steps.reshape) and has(n.args[0], steps.expand):
         wide: Any = n.args[0]

@@ -4,9 +4,10 @@ A rotary embedding rotates pairs of elements of each row by angles, whose cos an
 are the first and second elements of all pairs of neighbors in x, and h0 and h1 are the two halves of x. The
 ways are:
 
-1. x * cos + stack(-x1, x0) * sin, and x * cos + cat(-h1, h0) * sin;
-2. the product of complex numbers: of x, and of a table;
-3. x0 * cos - x1 * sin, and x0 * sin + x1 * cos, written into every second element of a new tensor.
+1. x * cos + stack(-x1, x0) * sin;
+2. x * cos + cat(-h1, h0) * sin;
+3. the product of complex numbers: of x, and of a table;
+4. x0 * cos - x1 * sin, and x0 * sin + x1 * cos, each written into every second element of a new tensor.
 
 ``steps.rotate`` computes in fp32 and rounds once, to the dtype of x.
 """
@@ -44,7 +45,7 @@ _LAST_OPS = (steps.cast, aten.add.Tensor, aten.view_as_real.default, aten.slice_
 
 
 class _Rotation(NamedTuple):
-    """A rotary embedding: the input ``x``, and the tables.
+    """A rotary embedding: the input ``x``, and the tables ``cos`` and ``sin``.
 
     ``x`` may be a reshape or a wider dtype of the tensor that is rotated. If ``cos`` is a complex table,
     ``sin`` is None. ``halves``: True if the two elements of a pair are half a row apart, and False if they
@@ -60,8 +61,8 @@ class _Rotation(NamedTuple):
 def rotations(graph: fx.Graph) -> fx.Graph:
     """Replaces rotary embeddings by one kernel, ``steps.rotate``.
 
-    The pass goes from the last node to the first. So a cast of the result comes before the result itself, and
-    is replaced with it.
+    The pass goes from the last node to the first. So it meets a cast of the result before the result itself,
+    and replaces both.
     """
     r = Rewriter(graph)
     turns: dict[tuple[Node, Node], Node] = {}
@@ -99,7 +100,7 @@ def _rotated(r: Rewriter, n: Node, turns: dict[tuple[Node, Node], Node]) -> Node
 
 
 def _base(n: Node) -> Node:
-    """Returns the value from which reshapes, and casts that round no number, make n."""
+    """Returns the value from which reshapes, and casts that round no number, make the node ``n``."""
     while has(n, steps.reshape) or (has(n, steps.cast) and is_exact(n)):
         n = n.args[0]
     return n
@@ -114,22 +115,26 @@ def _in_turns(r: Rewriter, cos: Node, sin: Node) -> Node:
 
 
 def _table(r: Rewriter, t: Node, to: tuple[int, ...]) -> Node:
-    """Reshapes the table ``t`` for rows of the shape ``to``, so that it has an axis for heads."""
+    """Reshapes ``t``, a table of cos or sin for rows of the shape ``to``, so that it has an axis of heads."""
     whole = (1,) * (len(to) - rank(t)) + shape(t)
     return r.reshape(t, whole if len(to) == 4 else (*whole[:-1], 1, whole[-1]))
 
 
 def _is_table(t: Node, to: tuple[int, ...], columns: int) -> bool:
-    """True if ``t`` has ``columns`` columns and broadcasts to rows of the shape ``to``: it can be a table."""
+    """True if ``t`` can be a table of cos or sin for rows of the shape ``to``.
+
+    It must have ``columns`` columns, and broadcast to the rows.
+    """
     whole = (1,) * (len(to) - rank(t)) + shape(t)
     is_aligned = len(whole) == len(to) and all(a in (1, b) for a, b in zip(whole[:-1], to[:-1], strict=True))
     return is_aligned and whole[-1] == columns and dtype(t) in (*KERNEL_DTYPES, torch.complex64)
 
 
 def _part(n: Node, index: int, D: int, halves: bool) -> Node | None:
-    """Returns x, before reshapes and casts, if n has one element of each pair of x. Else None.
+    """Returns x, before reshapes and casts, if the node ``n`` has one element of each pair of x. Else None.
 
     ``index``: 0 for the first element of each pair, 1 for the second. ``D``: the length of a row of x.
+    ``halves``: True if the two elements of a pair are half a row apart, and False if they are neighbors.
     """
     part: Any = _base(n)
     if not has(part, steps.cut):
@@ -145,7 +150,10 @@ def _part(n: Node, index: int, D: int, halves: bool) -> Node | None:
 
 
 def _turned(n: Node) -> _Rotation | None:
-    """Recognizes x * cos + stack(-x1, x0) * sin, and x * cos + cat(-h1, h0) * sin. None for other nodes."""
+    """Recognizes a rotary embedding written as x * cos + turned * sin. None for other nodes.
+
+    ``turned`` is x with the two elements of each pair exchanged, and the one that then comes first negated.
+    """
     to = shape(n)
     for p, q in operands(n):
         for x, cos in operands(p) if has(p, aten.mul.Tensor) else ():
@@ -159,10 +167,7 @@ def _turned(n: Node) -> _Rotation | None:
 
 
 def _is_turned(n: Any, x: Node, to: tuple[int, ...], halves: bool) -> bool:
-    """True if n has the second elements of the pairs of x, negated, where x has the first.
-
-    Where x has the second elements, n has the first ones.
-    """
+    """True if ``n`` is x with the two elements of each pair exchanged, and then the first one negated."""
     D = to[-1]
     joined = to if halves else (*to[:-1], D // 2, 2)
     if not has(n, steps.cat) or shape(n) != joined or n.args[1] != rank(n) - 1 or len(n.args[0]) != 2:
@@ -174,7 +179,10 @@ def _is_turned(n: Any, x: Node, to: tuple[int, ...], halves: bool) -> bool:
 
 
 def _complex(n: Any) -> _Rotation | None:
-    """Recognizes view_as_real(view_as_complex(pairs of x) * table). None for other nodes."""
+    """Recognizes a rotary embedding written as view_as_real(view_as_complex(pairs of x) * table).
+
+    None for other nodes.
+    """
     product = n.args[0]
     for a, table in operands(product) if has(product, aten.mul.Tensor) else ():
         if not has(a, aten.view_as_complex.default) or dtype(table) != torch.complex64:
@@ -188,9 +196,10 @@ def _complex(n: Any) -> _Rotation | None:
 
 
 def _written(n: Any) -> _Rotation | None:
-    """Recognizes x0 * cos - x1 * sin and x0 * sin + x1 * cos, written into every second element of a tensor.
+    """Recognizes a rotary embedding written as x0 * cos - x1 * sin and x0 * sin + x1 * cos. Else None.
 
-    None for other nodes.
+    x0 and x1 are the first and second elements of all pairs of neighbors. Each of the two results must be
+    written into every second element of a tensor.
     """
     to, found, below = shape(n), {}, n
     for _ in range(2):

@@ -2,8 +2,8 @@
 
 A rule is a function that gets a ``Rewriter``, which makes nodes, and one node of the graph. It returns the
 node that replaces this node, or None if the node is not what the rule looks for. To add a rule, write such a
-function, and name it in the pass of its file: the function there that calls ``apply``. The docstring of a
-rule says what the model's code does, and what runs instead.
+function, and pass it to ``apply`` in the pass of the same file. The docstring of a rule says what the model's
+code does, and what runs instead.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def apply(graph: fx.Graph, rule: Rule, *targets: Any) -> fx.Graph:
 def from_the_last(r: Rewriter, *targets: Any) -> Iterator[Node]:
     """Yields each node that calls one of ``targets``, from the last node to the first.
 
-    While the caller handles a node, ``r`` makes new nodes in front of it. Nodes that no other node reads are
-    erased on the way. So parts of a pattern that was replaced are not yielded.
+    While the caller handles a node, the Rewriter ``r`` makes new nodes in front of it. Nodes that no other
+    node reads are erased on the way. So parts of a pattern that was replaced are not yielded.
     """
     for n in list(reversed(r.graph.nodes)):
         if is_unread(n):

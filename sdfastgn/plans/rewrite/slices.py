@@ -1,7 +1,7 @@
 """Turns the graph of a call with a large batch into the graph of a slice of the batch, to save memory.
 
-The plan then runs this smaller graph once for each slice. This is right only if the samples of the batch do
-not depend on each other. So ``sliced`` follows the axis of the samples through the graph, from the tensors of
+Calls then run this smaller graph once for each slice. This is right only if the samples of the batch do not
+depend on each other. So ``sliced`` follows the axis of the samples through the graph, from the tensors of
 the call to its results. Each op on the way must treat samples separately. If an op may mix samples, or if the
 tables in this file do not have the op, the call runs as a whole.
 """
@@ -28,8 +28,8 @@ from sdfastgn.plans.trace.traced import Traced
 
 aten = torch.ops.aten
 # Bytes (1.75 GiB). If the intermediate values of a call take more than this at once, the call runs in slices.
-# A slice takes at most so much, or has one sample. A decoder of Stable Diffusion takes 1.5 GiB for one image
-# of 1024 x 1024 pixels in fp16, and such an image keeps a GPU busy: an H200 takes as long for it as for four
+# If possible, a slice takes at most so much. A decoder of Stable Diffusion takes 1.5 GiB for one image of
+# 1024 x 1024 pixels in fp16, and such an image keeps a GPU busy: an H200 takes as long for it as for four
 # images of 512 x 512 pixels one after another.
 MOST_BYTES = 7 << 28
 # A call runs in slices only if its parameters take at most this share of the bytes that a slice reads and
@@ -48,7 +48,7 @@ class _Mixed(Exception):  # noqa: N818  # caught in this file: the call runs as 
 def sliced(traced: Traced) -> Traced:
     """Returns the trace of one slice of the samples, if the call takes much memory and slices save memory.
 
-    Else it returns ``traced`` itself.
+    Else it returns ``traced``, the trace of the whole call.
     """
     graph = traced.graph.graph
     held = len(traced.parameters) + len(traced.others)
@@ -72,7 +72,7 @@ def sliced(traced: Traced) -> Traced:
 
 
 def _samples(inputs: Sequence[Node]) -> int:
-    """The number of samples in a call: the size of the first axis of its largest tensor."""
+    """The number of samples in a call: the size of the first axis of its largest argument."""
     largest = max(inputs, key=lambda n: math.prod(shape(n)), default=None)
     return shape(largest)[0] if largest is not None and rank(largest) > 1 else 1
 
@@ -94,7 +94,7 @@ def _count(graph: fx.Graph, held: Sequence[Node], results: Sequence[Any], sample
 
 
 def _divide(graph: fx.Graph, axes: dict[Node, int | None], count: int) -> None:
-    """Change the shapes in ``graph`` so that it computes one of ``count`` slices of the samples."""
+    """Changes the shapes in ``graph`` so that it computes one of ``count`` slices of the samples."""
     r = Rewriter(graph)
     for n in list(graph.nodes):
         axis = axes.get(n)
@@ -192,9 +192,9 @@ def _axis_after_reshape(before: Sequence[int], axis: int, after: Sequence[int], 
 
 
 def _aligned(n: Node, operands: Iterable[Node], axes: dict[Node, int | None]) -> int:
-    """Returns the axis of the samples in ``n``, to whose shape ``operands`` are broadcast.
+    """Returns the axis of the samples in the node ``n``, to whose shape ``operands`` are broadcast.
 
-    Raises _Mixed if they are on different axes in different operands.
+    Raises _Mixed if different operands have the samples on different axes.
     """
     places = {a: rank(n) - rank(a) for a in operands}
     (axis, *others) = {axes[a] + before for a, before in places.items() if axes.get(a) is not None}  # type: ignore[operator]
@@ -210,9 +210,9 @@ def _is_pointwise(target: Any) -> bool:
 
 
 def _listed(place: int) -> Callable[[Node], Iterable[int]]:
-    """Makes a function that returns the axes in the argument of an op at index ``place``.
+    """Makes a function that reads the axes along which an op works from its argument at index ``place``.
 
-    If that argument names no axes, all axes are returned.
+    If that argument names no axes, the function returns all axes.
     """
 
     def axes(n: Node) -> Iterable[int]:
@@ -263,5 +263,5 @@ _MIXED: dict[Any, Callable[[Node], Iterable[int]]] = {
     aten.upsample_nearest2d.default: _after_samples,
     aten.upsample_nearest3d.default: _after_samples,
 }
-# Functions of which only the first operand may depend on samples. The others are weights.
+# Of these functions only the first operand may have the samples of a batch. The other operands are weights.
 _OF_FIRST = (steps.conv, steps.group_norm, steps.layer_norm, steps.linear, aten.rms_norm.default)

@@ -38,9 +38,9 @@ UNFILLED = (
     aten.new_empty.default,
     aten.new_empty_strided.default,
 )
-# An attention mask that hides later frames looks like stairs: all queries of a frame see the same number of
-# keys, and the queries of the next frame see more. Attention can then run once for each frame, without a
-# mask. It does so if a frame has at least this number of queries on average.
+# An attention mask that hides later frames of a video looks like stairs: all queries of a frame see the same
+# number of keys, and the queries of the next frame see more. Attention can then run once for each frame,
+# without a mask. It does so if a frame has at least this number of queries on average.
 _LEAST_ROWS = 16
 
 
@@ -210,7 +210,7 @@ def _pixel_unshuffle(r: Rewriter, n: Node, x: Node, k: int) -> Node:
     return r.reshape(y, shape(n))
 
 
-# ---- joining and enlarging
+# ---- joining and enlarging tensors
 
 spells(aten.cat.default)(cats.cat)
 
@@ -281,11 +281,11 @@ def _upsample(r: Rewriter, n: Node, x: Node, size: Sequence[int], *scales: float
 
 @spells(aten.avg_pool1d.default, aten.avg_pool2d.default)
 def _average(r: Rewriter, n: Node, x: Node, size: Any, stride: Any, padding: Any, *more: Any) -> Node | None:
-    """Replaces average pooling along one axis by ``steps.mean_windows``, if windows are side by side.
+    """Replaces average pooling along one axis by ``steps.mean_windows``.
 
-    Elements after the last whole window are cut off first.
+    The windows must neither overlap nor leave gaps. Elements after the last whole window are cut off first.
     """
-    is_plain = dtype(x).is_floating_point and (len(more) < 3 or more[2] is None)  # no ``divisor_override``
+    is_plain = dtype(x).is_floating_point and (len(more) < 3 or more[2] is None)  # divisor_override is None
     d = 1 if n.target is aten.avg_pool1d.default else 2
     axes = [rank(x) - d + i for i, length in enumerate(size) if length > 1] if len(size) == d else []
     if len(axes) != 1 or not is_plain or any(padding) or list(stride or size) != list(size):
@@ -364,7 +364,7 @@ def _product(r: Rewriter, n: Node, x: Node, w: Node, bias: Node | None = None) -
 
 
 def _rows_of(x: Node) -> Node:
-    """Returns the value before x was reshaped, if its rows along the last axis are the rows of x. Else x."""
+    """Returns the value from which x was reshaped, if both have the same rows along the last axis. Else x."""
     source: Any = x.args[0] if has(x, steps.reshape) else x
     return source if rank(source) > 1 and shape(source)[-1] == shape(x)[-1] else x
 
@@ -393,8 +393,8 @@ def _attention(
     """Replaces ``scaled_dot_product_attention`` by ``steps.attention``, if possible without a mask.
 
     Attention without an axis of heads gets one head, which fast kernels need. A triangular mask becomes
-    causal attention. If there is only one key, the result is its value. If a mask hides later frames from
-    each frame, attention runs once for each frame, with the keys that it sees.
+    causal attention. If there is only one key, its value is the result. If a mask hides the later frames of a
+    video from each frame, attention runs once for each frame, with the keys that the frame sees.
     """
     if dropout:
         return None
@@ -442,8 +442,8 @@ def _stairs(mask: Node) -> list[tuple[int, int]] | None:
         n = n.args[0]
     if not has(n, aten.index_select.default) or n.args[1] != 0 or 0 in last:
         return None
-    # ``trace/fills.py`` makes masks that the model's code fills row by row: constants with the rows that
-    # differ, and with the index of the row for each query.
+    # If the model's code fills a mask row by row, ``trace/fills.py`` makes it from two constants: the
+    # different rows, and the index of the row for each query.
     values, which = (_constant(a) for a in (n.args[0], n.args[2]))
     if values is None or which is None:
         return None
@@ -571,5 +571,5 @@ def _fill(r: Rewriter, n: Node, x: Node, value: Node) -> Node:
 
 
 def _filled(r: Rewriter, n: Node, value: Any) -> Node:
-    """Makes a tensor with the shape, dtype and device of n, filled with the number ``value``."""
+    """Makes a tensor with the shape, dtype and device of the node ``n``, filled with the number ``value``."""
     return r.like(aten.full.default, (shape(n), value), n, dtype=dtype(n), device=n.meta["device"])

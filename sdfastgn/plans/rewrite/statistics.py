@@ -94,9 +94,10 @@ def _is_of_frames(n: Any) -> bool:
 
 
 def in_images(r: Rewriter, n: Any) -> None:
-    """Lets a sum of videos read their frames as images, if the next GroupNorm needs statistics of each frame.
+    """Lets a sum of videos read their frames as images, if a GroupNorm needs statistics of each frame.
 
-    The kernel of the sum computes statistics of each sample, and each image is one.
+    Statistics are sums from which the norm gets mean and variance. The kernel of the sum computes statistics
+    of each sample, and each image is a sample.
     """
     y = next((u for u in n.users if u.args[1] == 0), None)
     if y is None or rank(y) != 5 or shape(y)[2] == 1 or not any(map(_is_of_frames, _norms_of(y))):
@@ -131,7 +132,7 @@ def known_statistics(r: Rewriter, n: Any) -> Node | None:
     if not has(x, operator.getitem) or x.args[1] != 0 or not has(x.args[0], *_EMITS):
         return None
     if _is_of_frames(n) and rank(x) == 5 and shape(x)[2] > 1:
-        return None  # the kernel would compute statistics of the whole video, and not of each frame
+        return None  # the kernel has statistics of the whole video, but the norm needs those of each frame
     writer = x.args[0]
     writer.update_arg(_EMITS[writer.target], True)
     known = next((u for u in writer.users if u.args[1] == 1), None) or r.new(operator.getitem, (writer, 1))

@@ -57,15 +57,15 @@ def shifts(graph: fx.Graph) -> fx.Graph:
 def activated_sums(graph: fx.Graph) -> fx.Graph:
     """Lets sums also compute the activations after them.
 
-    This pass runs after the pass ``biases``, because that one still makes new sums.
+    This pass runs after the pass ``biases``, because ``biases`` makes further sums.
     """
     return apply(graph, activated_sum, *ACTIVATIONS)
 
 
 def behind_views(r: Rewriter, n: Any) -> None:
-    """Moves a bias behind the views after it, if these keep the axis of the channels."""
+    """Moves the addition of a bias behind views of the sum, if these keep the axis of the channels."""
     views, last = [], 0
-    v, axis = n, 1  # the axis on which v has the channels
+    v, axis = n, 1  # ``axis``: the axis of the channels in the value v
     while is_only(v) and has(user(v), steps.reshape, steps.permute):
         v = user(v)
         found = axis_after(v, axis)
@@ -82,7 +82,7 @@ def behind_views(r: Rewriter, n: Any) -> None:
 
 
 def divided_sum(r: Rewriter, n: Any) -> Node | None:
-    """Replaces (h + bias + residual) / number by one kernel, ``steps.add``."""
+    """Replaces (a + b) / number, with or without a convolution's bias in the sum, by ``steps.add``."""
     total, divisor = n.args[0], number(n)
     if not has(total, aten.add.Tensor) or not is_only(total) or not divisor or dtype(n) != dtype(total):
         return None
@@ -90,10 +90,10 @@ def divided_sum(r: Rewriter, n: Any) -> Node | None:
 
 
 def residual_sum(r: Rewriter, n: Any) -> Node | None:
-    """Replaces h + bias + residual by one kernel, ``steps.add``.
+    """Replaces a + b, with or without the bias of a convolution in the sum, by one kernel, ``steps.add``.
 
-    A sum without a bias is replaced only if an activation follows it, or a GroupNorm that is faster with
-    the sums for mean and variance that the kernel can compute.
+    A sum without a bias is replaced only if an activation follows, or a GroupNorm that gets faster because
+    the kernel also computes the sums for its mean and variance.
     """
     if not _is_residual(n):
         return None
@@ -102,8 +102,8 @@ def residual_sum(r: Rewriter, n: Any) -> Node | None:
         return _added(r, n, n, 1.0)
     if not wants_statistics(n):
         return None
-    # If an operand is a reshape that must copy, it is better to read it without the copy than to compute
-    # statistics. But if that copy also adds a bias, it is needed anyway.
+    # If an operand is a reshape that must copy, it is better to read the operand without the copy than to
+    # compute statistics for a GroupNorm. But if the copy also adds a bias, it is needed anyway.
     is_moved = any(is_copied(t) and not has(base(t), bias_of) for t in n.args)
     return (sum_of_views(r, n) if is_moved else None) or _added(r, n, n, 1.0)
 
@@ -139,9 +139,9 @@ def activated_sum(r: Rewriter, n: Any) -> Node | None:
 
 
 def shifted_norm(r: Rewriter, n: Any) -> Node | None:
-    """Lets a norm add a bias, or an embedding with one number a channel, that is added to its input.
+    """Lets a norm add the bias, or the embedding with one number a channel, that is added to its input.
 
-    The norm adds them as its argument ``shift``.
+    The norm adds it as its argument ``shift``.
     """
     x, i = n.args[0], _SHIFT[n.target]
     args = [*n.args, *[None] * (i + 1 - len(n.args))]

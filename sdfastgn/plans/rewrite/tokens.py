@@ -84,7 +84,8 @@ def _add_before_norms(graph: fx.Graph) -> fx.Graph:
 def _norm_of_sum(r: Rewriter, total: Node, norm: Sequence[Any], bias: Node | None) -> Node:
     """Makes a node that computes layer_norm(total) and total + bias in one kernel. ``total`` is a sum.
 
-    If rows of a summand are repeated by views, the kernel reads each of them once.
+    If rows of a summand are repeated by views, the kernel reads each of them once. ``bias``: of a linear
+    layer that is added to the sum later, or None.
     """
     for x, added in operands(total):
         found = grouped_rows(r, added)
@@ -130,7 +131,7 @@ def _is_sum(n: Any) -> bool:
     return bool(are_alike) and all(are_alike) and n.args[0] is not n.args[1]
 
 
-# ---- gates and few rows
+# ---- gated activations, and linear layers
 
 
 def _gated(r: Rewriter, n: Node) -> Node | None:
@@ -147,10 +148,11 @@ def _gated(r: Rewriter, n: Node) -> Node | None:
 
 
 def _before_views(n: Node, root: Node) -> tuple[Any, list[Node]]:
-    """Goes back from n, over views and casts, to an activation. Returns it, and the views in order.
+    """Goes back from the node ``n`` over views and casts to an activation.
 
-    Only casts to dtypes at least as wide as that of ``root`` are passed over. Each value on the way has only
-    one reader.
+    Returns the activation, and the views in order. Only casts to dtypes at least as wide as that of the node
+    ``root`` are passed over, and only values with one reader. If the search has to stop earlier, the node
+    where it stops is returned instead of an activation.
     """
     views: list[Node] = []
     while is_only(n) and activation(n) is None:
@@ -187,8 +189,8 @@ def _activated_product(r: Rewriter, n: Node) -> Node | None:
 def _product_of_cat(r: Rewriter, n: Node) -> Node | None:
     """Replaces linear(cat(parts)) of many rows by a sum of linear layers, one for each part, without the cat.
 
-    All of them add to the same tensor. It is rounded after each one. So the part with the fewest columns,
-    which adds least, comes first.
+    Each layer adds its product to the same tensor, which is rounded each time. The part with the fewest
+    columns comes first, because its product is likely the smallest, and so is its rounding error.
     """
     cat, weight, bias = n.args
     if not has(cat, steps.cat) or not is_only(cat) or cat.args[1] != rank(cat) - 1 or dtype(n) not in _ADDED:
@@ -198,8 +200,8 @@ def _product_of_cat(r: Rewriter, n: Node) -> Node | None:
     parts = sorted(zip(cat.args[0], ends, strict=False), key=lambda part: shape(part[0])[-1])
     has_many_rows = math.prod(shape(n)[:-1]) > 0 and not has_few_rows(math.prod(shape(n)[:-1]))
     are_aligned = all(end * dtype(weight).itemsize % _ALIGNMENT == 0 for end in ends)
-    # Per row, the cat reads and writes K elements. Each linear layer after the first reads and writes the N
-    # elements of the result once more.
+    # The rule saves the cat, which reads and writes K elements per row. But each linear layer after the first
+    # reads and writes the N elements of the result once more.
     if not has_many_rows or not are_aligned or (len(parts) - 1) * N >= K:
         return None
     total = None

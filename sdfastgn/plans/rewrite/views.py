@@ -25,7 +25,7 @@ def merged_views(graph: fx.Graph) -> fx.Graph:
 
 
 def sink_views(graph: fx.Graph) -> fx.Graph:
-    """Replaces norm(views(x)) by views(norm(x)), and does the same for activations and means of windows."""
+    """Replaces norm(views(x)) by views(norm(x)), and does the same for activations and average pooling."""
     graph = apply(merged_views(graph), _before_views, steps.channel_norm, steps.group_norm, *ACTIVATIONS)
     graph = apply(graph, _windows_before_views, steps.mean_windows)
     graph = apply(graph, _cat_before_views, steps.cat)
@@ -93,7 +93,7 @@ class _Along(NamedTuple):
         return (*shape(self.x)[: self.axis], *shape(self.x)[self.axis + 1 :])
 
     def whole(self, r: Rewriter, x: Node) -> Node:
-        """Applies the views to another ``x``, which may have another size along ``axis``."""
+        """Applies ``views`` to another ``x``, which may have another size along ``axis``."""
         size = shape(x)[self.axis]
         for kind, of in self.views:
             is_shape = kind == "reshape"
@@ -102,9 +102,9 @@ class _Along(NamedTuple):
 
 
 def _along(r: Rewriter, n: Any, axis: int) -> _Along:
-    """Finds the value from which views make ``n``, and these views. ``axis``: the axis of n to follow.
+    """Finds the value from which views make the node ``n``, and these views. Follows ``axis`` of ``n``.
 
-    Cuts and means of windows along this axis that come after views are moved before them.
+    Cuts and average pooling along this axis that come after views are moved before them.
     """
     if has(n, steps.cut, steps.mean_windows) and n.args[1] == axis:
         inner = _along(r, n.args[0], axis)
@@ -134,10 +134,10 @@ def applied(r: Rewriter, views: Sequence[Node], x: Node) -> Node:
 
 
 def _channel_views(v: Node) -> tuple[Node, list[Node]]:
-    """Finds an image or video x from which views make v, and these views.
+    """Finds an image or video x from which views make the node ``v``, and these views.
 
-    Axis 1 of v must be axis 1 of x, and no other nodes may read the views. If there is no such x, it returns
-    v and no views.
+    Axis 1 of ``v`` must be axis 1 of x, and no other nodes may read the views. If there is no such x, it
+    returns ``v`` and no views.
     """
     views: list[Node] = []
     best: tuple[Node, list[Node]] = v, []
