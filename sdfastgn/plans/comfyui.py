@@ -143,11 +143,11 @@ def _put_in(patcher: Any) -> None:
         former = _taken_out.pop(root, ())
         planning.install(root, True, TRUSTED, former=former)
         if any(planned.plans for planned in former):
-            channels_last.lay_out_weights(root)  # the former plans were traced with channels-last weights
+            channels_last.lay_out_weights(root)  # weights get the memory format of the plans' traces
 
 
 def _take_out(patcher: Any, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-    if is_finalizing():  # Python exits, and modules that the code below needs may be gone
+    if is_finalizing():  # when Python exits, modules that the code below needs may be gone
         return
     root = root_of(patcher)
     former = planning.take_off(root)

@@ -78,7 +78,7 @@ class Masks:
         self._masks = masks_of(plan.graph, self._inputs, self._constants)
         read = {s for sources in self._masks.values() for s in sources}
         self._places = [i for i, n in enumerate(self._inputs) if n in read]
-        self._contents: list[_Content] = []  # sorted by the time of their last look-up
+        self._contents: list[_Content] = []  # arguments of earlier calls, sorted by the last look-up
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -120,7 +120,7 @@ class Masks:
         """
         try:
             return self._plan.with_graph(unmasked(self._plan.graph, self._masks, seen))
-        except Exception as error:  # the call then runs the model's own code
+        except Exception as error:  # the caller catches this, and runs the model's own code
             raise Untraceable(f"its plan without masks could not be made: {one_line(error)}") from error
 
     def seen(self, lengths: Lengths) -> tuple[str | None, ...]:

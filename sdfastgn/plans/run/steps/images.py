@@ -352,7 +352,7 @@ def frames(
     x, operands = _in_channels_last(x), None
     if isinstance(norm, Group) and norm.pads_first:
         norm = norm._replace(statistics=_padded_statistics(norm.statistics, x, front, back))
-        if norm.statistics is None:  # statistics do not fit, so the pads need a pass before the norm
+        if norm.statistics is None:  # no sums for mean and variance of the padded x: pad x in its own pass
             x = pad_frames_op.pad_frames(x, front=front, back=back, mode=mode)[0]
             front, back, norm = 0, 0, norm._replace(pads_first=False)
     elif isinstance(norm, Group):
