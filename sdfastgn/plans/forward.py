@@ -216,7 +216,7 @@ class PlannedForward(MethodEntry):
         return self.trusted, self.replaces_entry, self.method, None, self.verifies
 
     def set_options(self, trusted: frozenset[str], verifies: bool, weights: RowWeights | None) -> None:
-        """Drop all plans, and make later ones with these options. Does nothing if the options are equal."""
+        """Drop all plans, and make later ones with these options. Does nothing if no option has changed."""
         if (self.trusted, self.verifies, self.weights) != (trusted, verifies, weights):
             with self._lock:
                 self.clear()

@@ -111,9 +111,9 @@ def make_plan(
 
     Args:
         traced: the result of a trace. Its graph is changed.
-        note: is called with the trace of the call, or of one slice of its samples, and with the rewritten
+        note: a function of the trace of the call, or of one slice of its samples, and of the rewritten
             graph. It must not keep the graph, because the plan changes it further.
-        copy_of: as in ``Plan``: finds the copy of a weight in E4M3. None if nothing is computed in E4M3.
+        copy_of: a function that finds the copy of a weight in E4M3 (``Plan``). None without E4M3.
         may_copy: returns True for a module whose weights may be read in E4M3.
     """
     try:

@@ -35,7 +35,7 @@ from sdfastgn.plans.rewrite.nodes import shape
 from sdfastgn.plans.run.plan import Plan, without_autocast
 from sdfastgn.plans.trace.traced import Untraceable
 
-# For each attention mask: how many keys the queries of each sample see, counted from the first key. None
+# For each attention mask: how many of the first keys the queries of each sample see. They see no others. None
 # stands for a mask that attention must read.
 Lengths = tuple[tuple[int, ...] | None, ...]
 # If the samples of a batch see different numbers of keys, attention without a mask must run once for each

@@ -224,7 +224,7 @@ def _items_of(part: Any) -> Iterable[Any]:
 
 
 def _given_in(part: Any) -> Iterator[int]:
-    """The indices of the arguments' tensors for which the recorded ``part`` has a placeholder."""
+    """The indices of the arguments' tensors for which ``part``, of a recorded result, has a placeholder."""
     if type(part) is _Given:
         yield part.place
     for item in _items_of(part):

@@ -40,7 +40,7 @@ _OF_ROWS = (
 
 
 def is_view(n: Node) -> bool:
-    """True if ``n`` is a view of its argument, or an item of a tuple. Reshapes that must copy count too."""
+    """True if ``n`` is a view of its argument, or an item of a tuple. All reshapes count as views."""
     if n.op != "call_function":
         return False
     return n.target is operator.getitem or n.target in VIEWS or schemas.is_view(n.target)

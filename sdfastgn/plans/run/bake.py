@@ -195,7 +195,7 @@ class Baked:
         self.left = recording.left
 
     def _renewed(self) -> _Bound | None:
-        """Returns the function, with the present weights. None if the plan must be recorded again."""
+        """Returns the generated function with present weights. None if the plan must be recorded again."""
         bound = self._bound
         if bound is not None and (bound.run is None or self._addresses() != bound.addresses):
             operands = self._operands()

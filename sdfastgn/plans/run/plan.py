@@ -177,10 +177,10 @@ class Plan:
         return other
 
     def compile_ahead(self, inputs: Sequence[Tensor], device: torch.device) -> None:
-        """Compiles the kernels of the plan in parallel threads, so that the first run need not do it in turn.
+        """Compiles the kernels of the plan in parallel threads. The first run would compile them one by one.
 
-        This runs all steps once, with meaningless results. So call it only if the plan neither writes into
-        arguments nor draws random numbers.
+        This method runs all steps once, with meaningless results. So call it only if the plan neither writes
+        into arguments nor draws random numbers.
         """
         given = inputs if self.slices is None else self.slices.slice(inputs, 0)
         rehearse(lambda: self.run_slice(given), device)

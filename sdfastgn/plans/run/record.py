@@ -129,7 +129,8 @@ class Recording(NamedTuple):
         rows: weights may lie side by side, so that one matrix product reads them all
             (``kernels/product/packed.py``). For each place of a tensor that covers such weights: the indices
             of these operands.
-        results: what the graph returns. A tensor is its place, or the index of the operand that it is.
+        results: what the graph returns. It has the place of each tensor instead of the tensor, or the index
+            of an operand that is returned itself.
         left: some steps were recorded as one call. For each reason, the number of such steps.
     """
 

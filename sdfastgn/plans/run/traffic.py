@@ -1,7 +1,7 @@
 """Computes how many bytes the steps of a rewritten graph read and write.
 
 A step is a node that calls a kernel or a PyTorch op. Shapes and dtypes come from ``node.meta`` alone. So the
-graph of a model whose parameters are on the device meta gives the same table as that of a model with weights.
+numbers are also right for the graph of a model whose parameters are on the device meta.
 """
 
 from __future__ import annotations

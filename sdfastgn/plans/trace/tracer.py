@@ -520,9 +520,9 @@ class Tracer(TorchDispatchMode):
         return targets[0] if len(targets) == 1 else targets
 
     def waits(self, x: Tensor, source: Any = 0, *more: Any) -> bool:
-        """Collects a write of ``source`` into x for later, if it is a number and x a newly made tensor.
+        """Collects a write of ``source`` into x, if ``source`` is a number and x a newly made tensor.
 
-        Returns False if the write must get a node now.
+        Collected writes get their nodes when an op reads x. Returns False if this write needs a node now.
         """
         if type(x) is not TracedTensor:
             return False

@@ -151,8 +151,8 @@ def conv_windows(
 ) -> Tensor:
     """Computes a 3-D convolution as a 2-D one.
 
-    x comes from ``frames`` with the argument ``window``, which has put the frames of each window of the
-    convolution side by side as channels.
+    x is a result of ``frames``, a function of this file that was called with the argument ``window``. It has
+    put the frames of each window of the convolution side by side as channels.
     """
     where = tuple(stride[1:]), tuple(padding[1:]), tuple(dilation[1:])
     return windows.convolve_windows(x, weight, None, *where)  # type: ignore[arg-type]
