@@ -36,7 +36,7 @@ class Fill(NamedTuple):
 
 
 def is_new(base: TracedTensor) -> bool:
-    """True if the call has made ``base`` by ``full``, ``zeros`` or ``ones``, and no node has written into it."""
+    """True if the call has made ``base`` by ``full``, ``zeros`` or ``ones``, and no node writes into it."""
     return base.node.target in _NEW and base.memory is None
 
 
