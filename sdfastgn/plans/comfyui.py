@@ -143,7 +143,8 @@ def _put_in(patcher: Any) -> None:
         former = _taken_out.pop(root, ())
         planning.install(root, True, TRUSTED, former=former)
         if any(planned.plans for planned in former):
-            channels_last.lay_out_weights(root)  # weights get the memory format of the plans' traces
+            # The former plans were traced with channels-last weights, so the weights become so again.
+            channels_last.lay_out_weights(root)
 
 
 def _take_out(patcher: Any, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:

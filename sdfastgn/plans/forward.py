@@ -202,7 +202,8 @@ class PlannedForward(MethodEntry):
         self._served = 0
         self.calls = self.traces = self.loads = 0
         self.own: Counter[str] = Counter()
-        if states is None:  # with ``states``, a ``GraphedForward`` replaces the method, and calls this object
+        # If ``states`` is given, a ``GraphedForward`` replaces the method instead, and calls this object.
+        if states is None:
             self.register()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -325,8 +326,8 @@ class PlannedForward(MethodEntry):
             made = made.unmasked.get(made.masks.seen(lengths))
         if made is None or not made.plan.is_current():
             raise Unsupported("it had no plan yet")
-        # A CUDA graph reads a copy of each argument. So ``a is b`` would be False for a tensor that occurs
-        # twice in the call.
+        # A call in which a tensor occurs twice gets no CUDA graph: the graph would read a copy of each
+        # argument, and could not repeat ``a is b``.
         if len(set(map(id, call.tensors))) < len(call.tensors):
             raise Unsupported("a tensor occurs twice in its arguments")
         if made.plan.copies_from_cpu:
@@ -359,7 +360,10 @@ class PlannedForward(MethodEntry):
             yield
 
     def _with_masks(self, call: Call) -> Made | None:
-        """The plan of a call that reads all attention masks. None if there is no such plan."""
+        """Returns that plan of a call which reads all attention masks.
+
+        None if the call has no plan, or if all plans of the model need all masks that they read.
+        """
         plans = self._by_state.get((self._states.last(), self._state))
         if plans is None or all(made.masks is None for made in list(plans.made.values())):
             return None

@@ -337,13 +337,13 @@ def install(
     if not has_plans and not (can_have and not in_graphs and kind.is_called_each_step):
         remove(root)
         return
-    # All modules get the options: smaller ones have plans if the model cannot be traced (``inside.py``).
+    # Set the options of all plans: modules inside have plans if the model cannot be traced (``inside.py``).
     for module in root.modules():
         if (planned := PlannedForward.of(module)) is None:
             continue
         planned.set_options(trusted, verifies, weights)
         if not in_graphs.isdisjoint(module.modules()):
-            planned.take_off()  # no plans here: a plan would not run the CUDA graphs of modules inside
+            planned.take_off()  # no plan of this module: it would not run CUDA graphs of inner modules
     for module in entrances(root):
         planned = PlannedForward.of(module)
         method = method_of(module)
@@ -368,8 +368,8 @@ def _set_planners(root: nn.Module, maker: Maker | None, kind: Kind, is_transform
     for _, module in outermost(root):
         is_required = is_transformer and module is root
         if (graphed := GraphedForward.of(module)) is not None:
-            # Modules inside get no plans if a CUDA graph may be captured from the module's own code: the
-            # graph would not notice that such plans have become invalid.
+            # Modules in ``module`` get no plans if a CUDA graph may be captured from its own code: the graph
+            # would not notice that such plans have become invalid.
             found.update((module,) if is_required or graphed.method != "forward" else module.modules())
             _set_planner(module, graphed, maker, kind, is_required=is_required)
     return found

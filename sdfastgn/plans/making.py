@@ -111,8 +111,8 @@ def make_plan(
 
     Args:
         traced: the result of a trace. Its graph is changed.
-        note: a function of the trace of the call, or of one slice of its samples, and of the rewritten
-            graph. It must not keep the graph, because the plan changes it further.
+        note: a function. Its arguments are the trace of the call, or of one slice of its samples, and the
+            rewritten graph. It must not keep the graph, because the plan changes the graph further.
         copy_of: a function that finds the copy of a weight in E4M3 (``Plan``). None without E4M3.
         may_copy: returns True for a module whose weights may be read in E4M3.
     """
@@ -126,7 +126,7 @@ def make_plan(
         return Plan(traced, graph, copy_of)
     except Untraceable:
         raise
-    except Exception as error:  # the caller catches this, and runs the model's own code
+    except Exception as error:  # callers catch Untraceable, and run the model's own code
         raise Untraceable(f"its plan could not be made: {one_line(error)}") from error
 
 

@@ -120,7 +120,7 @@ class Masks:
         """
         try:
             return self._plan.with_graph(unmasked(self._plan.graph, self._masks, seen))
-        except Exception as error:  # the caller catches this, and runs the model's own code
+        except Exception as error:  # callers catch Untraceable, and run the model's own code
             raise Untraceable(f"its plan without masks could not be made: {one_line(error)}") from error
 
     def seen(self, lengths: Lengths) -> tuple[str | None, ...]:

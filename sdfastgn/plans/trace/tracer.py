@@ -540,7 +540,8 @@ class Tracer(TorchDispatchMode):
     def may_be_late(self, x: Any) -> bool:
         """True if a view of x should get its node only when an op reads the view.
 
-        This is so if x is a number, or if writes into x were collected: then most views are never read.
+        This is so if x is made from one number, or if writes into x were collected: then most views of x are
+        never read.
         """
         base = x.owner if type(x) is TracedTensor else None
         return base is not None and (bool(base.fills) or base.node in self.number_of)
