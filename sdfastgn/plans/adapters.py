@@ -61,8 +61,8 @@ class Adapters:
         if has_adapters(module):
             why = "code that they run was replaced" if has_replaced else reason_not_merged(module)
             if why is None:
-                # Merged weights get the strides of the weights from which they are computed. So these are
-                # made channels-last first.
+                # The layers' own weights are made channels-last before merged weights are computed from
+                # them, because merged weights get the same strides.
                 channels_last.lay_out_weights(module)
         self.survey = AdapterSurvey(module, merges=why is None)
         if why is None and not self.survey.takes_scale:

@@ -143,11 +143,12 @@ def _put_in(patcher: Any) -> None:
         former = _taken_out.pop(root, ())
         planning.install(root, True, TRUSTED, former=former)
         if any(planned.plans for planned in former):
-            channels_last.lay_out_weights(root)  # the former plans were traced with channels-last weights
+            # The former plans were traced with channels-last weights, so the weights become so again.
+            channels_last.lay_out_weights(root)
 
 
 def _take_out(patcher: Any, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-    if is_finalizing():  # Python exits, and modules that the code below needs may be gone
+    if is_finalizing():  # when Python exits, modules that the code below needs may be gone
         return
     root = root_of(patcher)
     former = planning.take_off(root)

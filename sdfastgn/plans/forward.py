@@ -179,8 +179,8 @@ class PlannedForward(MethodEntry):
         weights: RowWeights | None = None,
     ) -> None:
         super().__init__(module, method, replaces_entry)
-        # This runs while torch.compile traces the module. Dynamo could not look up the method on a class that
-        # diffusers has passed to ``torch._dynamo.allow_in_graph``.
+        # The class's own method. It runs while torch.compile traces the module: Dynamo could not look it up
+        # on a class that diffusers has passed to ``torch._dynamo.allow_in_graph``.
         self._compiled = getattr(type(module), method)
         self.verifies, self.weights = verifies, weights
         self.trusted = trusted
@@ -192,8 +192,8 @@ class PlannedForward(MethodEntry):
         self._is_timed = states is not None and not is_captured
         self._state = State()
         self._by_state: dict[tuple[int, State], Plans] = {}
-        # Plans from which CUDA graphs were captured. They are kept alive, because the graphs read their
-        # constants.
+        # Plans from which CUDA graphs were captured. The plans are kept alive, because the graphs read their
+        # constant tensors.
         self._captured: list[Made] = []
         self._policy = Policy()
         self._lock = threading.RLock()
@@ -202,7 +202,8 @@ class PlannedForward(MethodEntry):
         self._served = 0
         self.calls = self.traces = self.loads = 0
         self.own: Counter[str] = Counter()
-        if states is None:  # otherwise a ``GraphedForward`` replaces the method, and calls this object
+        # If ``states`` is given, a ``GraphedForward`` replaces the method instead, and calls this object.
+        if states is None:
             self.register()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -216,7 +217,7 @@ class PlannedForward(MethodEntry):
         return self.trusted, self.replaces_entry, self.method, None, self.verifies
 
     def set_options(self, trusted: frozenset[str], verifies: bool, weights: RowWeights | None) -> None:
-        """Drop all plans, and make later ones with these options. Does nothing if the options are equal."""
+        """Drop all plans, and make later ones with these options. Does nothing if no option has changed."""
         if (self.trusted, self.verifies, self.weights) != (trusted, verifies, weights):
             with self._lock:
                 self.clear()
@@ -239,13 +240,14 @@ class PlannedForward(MethodEntry):
         if is_tracing() or _is_alone.get() or not self.is_on:
             return getattr(type(module), self.method)(module, *args, **kwargs)
         if self.method != "forward" and repeats_decoder(module, args, kwargs):
-            # This method only calls a decoder several times, and the decoder has plans of its own.
+            # In this call the replaced method, such as ``decode``, only calls a decoder several times. The
+            # call gets no plan, because the decoder has plans of its own.
             return self._run_own(args, kwargs, contextlib.nullcontext())
         own_call: AbstractContextManager[None] = contextlib.nullcontext()
         for _ in range(2):
             try:
                 return self.by_plan(*args, **kwargs)
-            except _Changed as error:  # try once more, with a new trace
+            except _Changed as error:  # the model has changed since the trace: try once more
                 reason, own_call = str(error), _alone()
             except (Unsupported, Untraceable) as error:
                 reason, own_call = str(error), contextlib.nullcontext()
@@ -284,8 +286,8 @@ class PlannedForward(MethodEntry):
                     scale.end(self.module)
                     return result
         except (Unsupported, Untraceable):
-            # ``offloading`` frees the weights in E4M3 if hooks move the weights in each call. Then the plans
-            # must let go of them too.
+            # If hooks move the weights in each call, ``offloading`` frees the copies of weights in E4M3. Then
+            # the plans must let go of these copies too.
             if self.weights is not None and self.weights.offloading():
                 self.moved()
             raise
@@ -293,7 +295,7 @@ class PlannedForward(MethodEntry):
             self.clear()
             self._policy.pause_without_memory()
             if found is not None and (found.made.plan.writes or any(t is None for t in found.call.tensors)):
-                raise  # the model's own code cannot run now: arguments were freed or written
+                raise  # the model's own code cannot compute the call: arguments were freed or written
             raise Unsupported(NO_MEMORY) from error
         raise Unsupported("other code is replaced while it runs")
 
@@ -324,7 +326,8 @@ class PlannedForward(MethodEntry):
             made = made.unmasked.get(made.masks.seen(lengths))
         if made is None or not made.plan.is_current():
             raise Unsupported("it had no plan yet")
-        # A graph has a separate copy of each argument, so it could not repeat ``a is b``.
+        # A call in which a tensor occurs twice gets no CUDA graph: the graph would read a copy of each
+        # argument, and could not repeat ``a is b``.
         if len(set(map(id, call.tensors))) < len(call.tensors):
             raise Unsupported("a tensor occurs twice in its arguments")
         if made.plan.copies_from_cpu:
@@ -357,7 +360,10 @@ class PlannedForward(MethodEntry):
             yield
 
     def _with_masks(self, call: Call) -> Made | None:
-        """The plan of a call that reads all attention masks. None if there is no such plan."""
+        """Returns that plan of a call which reads all attention masks.
+
+        None if the call has no plan, or if all plans of the model need all masks that they read.
+        """
         plans = self._by_state.get((self._states.last(), self._state))
         if plans is None or all(made.masks is None for made in list(plans.made.values())):
             return None
@@ -450,7 +456,7 @@ class PlannedForward(MethodEntry):
         known = _known.get()
         if known is not None and known[0] is made:
             return known[1]
-        if _is_capturing(call.device):  # the code that captures may write other masks before a replay
+        if _is_capturing(call.device):  # other code captures a CUDA graph, whose replays may have other masks
             return None
         looks = _LOOKS + self._is_timed if looks is None else looks
         return made.masks.lengths(call.tensors, looks)
@@ -535,7 +541,8 @@ class PlannedForward(MethodEntry):
     def _check_guard(self, module: nn.Module, plans: Plans) -> None:
         """Raise Unsupported, with the reason, if the module as a whole cannot be traced.
 
-        If the module is unchanged, smaller modules in it get plans instead.
+        Smaller modules in it get plans instead. If the module has changed since ``plans`` was made, it drops
+        ``plans`` instead, and the next call looks at the module again.
         """
         if plans.guard.reason is not None:
             if plans.guard.same():
@@ -594,7 +601,7 @@ class PlannedForward(MethodEntry):
             for container, key, i in replaced:
                 container[key] = given[i] = None
             if replaced:
-                plans.state.store(held)  # modules let go of the tensors that the call will replace
+                plans.state.store(held)  # no module refers any more to tensors that the call will replace
             try:
                 with torch.no_grad(), on(call.device):
                     try:
@@ -606,7 +613,7 @@ class PlannedForward(MethodEntry):
                         results = made.plan.run(tensors)
             except torch.OutOfMemoryError:
                 raise
-            except Exception:  # perhaps because the model has changed: a weight may have another shape
+            except Exception:  # the error is ignored if the model has changed, such as a weight's shape
                 if replaced or guard.same():
                     raise
             else:
@@ -708,7 +715,7 @@ class PlannedForward(MethodEntry):
             plans.guard = self._guard(module, self._states.last(), call, plans.state, plans.adapters)
         plans.adapters.survey.add_reader(made.baked)
         if self._reads_copies(made, call.device):
-            with contextlib.suppress(Unsupported):  # the run of the plan will raise the same error
+            with contextlib.suppress(Unsupported):  # an error is ignored, because the run raises it again
                 self._refresh(waits=False)
         compile_ahead(made.plan, call)
 
@@ -804,7 +811,7 @@ class PlannedForward(MethodEntry):
                 self._policy.model_changed(self._served, SHORT_LIFE)
                 self._served = 0
                 self._by_state = {k: v for k, v in self._by_state.items() if v is not plans}
-                self._state = State()  # the old state may name modules that have left the model
+                self._state = State()  # the old ``State`` may list modules that have left the model
 
 
 def _alone() -> AbstractContextManager[None]:

@@ -41,7 +41,7 @@ _OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention", "c
 # Names of fusions of parts that autoencoders and UNets have. If a model with such parts does not take a
 # timestep, it is an encoder or decoder, and those are as fast with plans as with fused blocks.
 _OUTSIDE_UNETS = (
-    *("conv_norm_out", "decoder_slices"),  # MoVQ's decoder has only the fusion "decoder_slices"
+    *("conv_norm_out", "decoder_slices"),  # "decoder_slices" is the only fusion in MoVQ's decoder
     *("temporal_resnet_block", "spatio_temporal_res_block"),
 )
 # A model gets plans only if more than this share of its weights is in convolutions, or in linear layers of a
@@ -225,7 +225,7 @@ def _has_most_weights(modules: Sequence[nn.Module], kinds: tuple[type[nn.Module]
     """True if more than half of the weights of ``modules`` (``_SHARE``) are in layers of ``kinds``."""
     parameters = {p for module in modules for p in module._parameters.values() if p is not None}
     if any(map(is_lazy, parameters)):
-        return False  # the sizes of lazy parameters are not known before the first call
+        return False  # weights cannot be counted: lazy parameters have no sizes before the first call
     weights = sum(parameter.numel() for parameter in parameters)
     inside = {id(weight): weight.numel() for weight in _weights(modules, kinds).values()}
     return sum(inside.values()) > _SHARE * weights
@@ -323,8 +323,8 @@ def install(
     # that uses them gets no plans.
     has_fp8 = fp8.is_allowed(root) and weights is None
     can_have = is_on and not has_fp8 and kind.why_not is None
-    # A model that does not gain by plans keeps those that it has, unless it is of a kind that gets CUDA
-    # graphs.
+    # A model that does not gain by plans keeps the plans that it has, unless it has modules whose calls may
+    # become CUDA graphs.
     keeps_plans = has_plans_now(root) and next(outermost(root), None) is None
     has_plans = can_have and (kind.gains or keeps_plans)
     is_transformer = (has_plans or GraphedForward.of(root) is not None) and kind.is_transformer
@@ -337,13 +337,13 @@ def install(
     if not has_plans and not (can_have and not in_graphs and kind.is_called_each_step):
         remove(root)
         return
-    # All modules, because smaller ones have plans if the model as a whole cannot be traced (``inside.py``).
+    # Set the options of all plans: modules inside have plans if the model cannot be traced (``inside.py``).
     for module in root.modules():
         if (planned := PlannedForward.of(module)) is None:
             continue
         planned.set_options(trusted, verifies, weights)
         if not in_graphs.isdisjoint(module.modules()):
-            planned.take_off()  # a plan of this module would not run the CUDA graphs of modules in it
+            planned.take_off()  # no plan of this module: it would not run CUDA graphs of inner modules
     for module in entrances(root):
         planned = PlannedForward.of(module)
         method = method_of(module)
@@ -356,7 +356,7 @@ def install(
             made = kept or PlannedForward(module, trusted, own_entry, method, None, verifies, weights=weights)
             made.put(place)
         if PlannedForward.of(module) is not None and not takes_adapters(list(module.modules())):
-            stop_checking([module])  # the ``PlannedForward`` itself compares the code in each call
+            stop_checking([module])  # no other check of the code: a ``PlannedForward`` makes one in each call
 
 
 def _set_planners(root: nn.Module, maker: Maker | None, kind: Kind, is_transformer: bool) -> set[nn.Module]:
@@ -368,8 +368,8 @@ def _set_planners(root: nn.Module, maker: Maker | None, kind: Kind, is_transform
     for _, module in outermost(root):
         is_required = is_transformer and module is root
         if (graphed := GraphedForward.of(module)) is not None:
-            # A graph that was captured from the module's own code would not notice that plans of modules in
-            # it have become invalid.
+            # Modules in ``module`` get no plans if a CUDA graph may be captured from its own code: the graph
+            # would not notice that such plans have become invalid.
             found.update((module,) if is_required or graphed.method != "forward" else module.modules())
             _set_planner(module, graphed, maker, kind, is_required=is_required)
     return found
@@ -420,7 +420,7 @@ class Maker:
     weights: RowWeights | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The weights in E4M3 belong to the original model, so a copy does without.
+        # The weights in E4M3 belong to the original model, so a copied ``Maker`` has none.
         return Maker, (self.trusted, self.verifies, self.is_captured)
 
     def __call__(self, module: nn.Module, method: str, states: States) -> PlannedForward:

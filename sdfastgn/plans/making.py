@@ -94,7 +94,8 @@ def run_own(
 def places(call: Call) -> tuple[int, ...]:
     """For each tensor of the call, the index of its first occurrence among all of them.
 
-    Calls in which different arguments are one tensor must not share a plan, because code may ask ``a is b``.
+    A call that gets one tensor as two arguments must not share a plan with calls that get two tensors there,
+    because code may ask ``a is b``.
     """
     first: dict[int, int] = {}
     return tuple(first.setdefault(id(t), i) for i, t in enumerate(call.tensors))
@@ -110,9 +111,9 @@ def make_plan(
 
     Args:
         traced: the result of a trace. Its graph is changed.
-        note: is called with the trace of the call, or of one slice of its samples, and with the rewritten
-            graph. It must not keep the graph, because the plan changes it further.
-        copy_of: as in ``Plan``: finds the copy of a weight in E4M3. None if nothing is computed in E4M3.
+        note: a function. Its arguments are the trace of the call, or of one slice of its samples, and the
+            rewritten graph. It must not keep the graph, because the plan changes the graph further.
+        copy_of: a function that finds the copy of a weight in E4M3 (``Plan``). None without E4M3.
         may_copy: returns True for a module whose weights may be read in E4M3.
     """
     try:
@@ -125,29 +126,29 @@ def make_plan(
         return Plan(traced, graph, copy_of)
     except Untraceable:
         raise
-    except Exception as error:  # the call then runs the model's own code
+    except Exception as error:  # callers catch Untraceable, and run the model's own code
         raise Untraceable(f"its plan could not be made: {one_line(error)}") from error
 
 
 def compile_ahead(plan: Plan, call: Call) -> None:
     """Compile the kernels of ``plan`` in parallel threads, if earlier plans did not have them all.
 
-    Plans that write into arguments or draw random numbers are left out, because the steps run once for this.
+    Does nothing if the plan writes into arguments or draws random numbers, because compiling runs each step.
     """
     device: Any = call.device
     kernels = {(device, step.target, step.dtype) for step in plan.steps if step.kind == "kernel"}
     new = kernels - _COMPILED
     if device.type != "cuda" or not new or plan.writes or plan.draws:
         return
-    with contextlib.suppress(Exception), on(device):  # an error comes again in the first run of the plan
+    with contextlib.suppress(Exception), on(device):  # errors are ignored: the first run raises them again
         plan.compile_ahead(call.tensors, device)  # type: ignore[arg-type]
     _COMPILED.update(new)
 
 
 def may_seed(named: tuple[str, Any, Any]) -> bool:
-    """True if code that reads this value by its name may seed PyTorch's random generators.
+    """True if ``named`` is something with which code may seed PyTorch's random generators.
 
-    ``named``: (owner, name, value).
+    ``named``: (owner, name, value) of a value that the traced code reads by its name.
     """
     value = named[-1]
     is_function = getattr(value, "__module__", None) in ("torch.random", "torch.cuda.random")

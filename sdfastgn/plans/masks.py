@@ -35,7 +35,7 @@ from sdfastgn.plans.rewrite.nodes import shape
 from sdfastgn.plans.run.plan import Plan, without_autocast
 from sdfastgn.plans.trace.traced import Untraceable
 
-# For each attention mask: how many keys the queries of each sample see, counted from the first key. None
+# For each attention mask: how many of the first keys the queries of each sample see. They see no others. None
 # stands for a mask that attention must read.
 Lengths = tuple[tuple[int, ...] | None, ...]
 # If the samples of a batch see different numbers of keys, attention without a mask must run once for each
@@ -78,7 +78,7 @@ class Masks:
         self._masks = masks_of(plan.graph, self._inputs, self._constants)
         read = {s for sources in self._masks.values() for s in sources}
         self._places = [i for i, n in enumerate(self._inputs) if n in read]
-        self._contents: list[_Content] = []  # sorted by the time of their last look-up
+        self._contents: list[_Content] = []  # arguments of earlier calls, sorted by the last look-up
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -120,7 +120,7 @@ class Masks:
         """
         try:
             return self._plan.with_graph(unmasked(self._plan.graph, self._masks, seen))
-        except Exception as error:  # the call then runs the model's own code
+        except Exception as error:  # callers catch Untraceable, and run the model's own code
             raise Untraceable(f"its plan without masks could not be made: {one_line(error)}") from error
 
     def seen(self, lengths: Lengths) -> tuple[str | None, ...]:

@@ -96,7 +96,8 @@ class Outcome:
         self._before = [_items(each) for each in self._containers]
         self._result: Any = None
         self._returns_containers = False
-        # (index of a list or dict of the arguments, what it contains after the call)
+        # For each list or dict of the arguments that the call changes: (its index, what it contains when the
+        # call has returned).
         self._changes: list[tuple[int, Any]] = []
 
     def finish(self, result: Any) -> list[Tensor]:
@@ -115,7 +116,7 @@ class Outcome:
                 content = dict(each) if isinstance(each, dict) else list(each)
                 self._changes.append((place, self._taken(content)))
         computed = self._tensors
-        # From here on the object refers to none of the call's tensors.
+        # From here on this ``Outcome`` refers to none of the call's tensors.
         del self._given, self._containers, self._places, self._before, self._made, self._tensors
         return computed
 
@@ -145,8 +146,8 @@ class Outcome:
             args, kwargs: the arguments of the later call.
             tensors: the tensors among them.
         """
-        # Plans compute images channels-last. The model's own code returns contiguous tensors, and pipelines
-        # may rely on that.
+        # Plans compute images channels-last. The results are made contiguous, because those of the model's
+        # own code are, and pipelines may rely on that.
         made = list(made)
         for i in self._returned:
             made[i] = made[i].contiguous()
@@ -207,14 +208,14 @@ class Outcome:
             return kind(map(self._taken, value))
         if kind is dict:
             return {key: self._taken(item) for key, item in value.items()}
-        if dataclasses.is_dataclass(kind) and isinstance(value, dict):  # an output of diffusers
+        if dataclasses.is_dataclass(kind) and isinstance(value, dict):  # ``value`` is an output of diffusers
             names = [field.name for field in dataclasses.fields(kind)]
             return Output(kind, {name: self._taken(getattr(value, name)) for name in names})
         raise Untraceable(f"it returns or keeps a {kind.__name__}")
 
 
 def _items_of(part: Any) -> Iterable[Any]:
-    """The items of a list, tuple, dict or ``Output``. Other values, such as numbers, have none."""
+    """The items of a list, tuple or dict, or the fields of an ``Output``. Numbers, for example, have none."""
     if type(part) is Output:
         return part.fields.values()
     if type(part) is dict:
@@ -223,7 +224,7 @@ def _items_of(part: Any) -> Iterable[Any]:
 
 
 def _given_in(part: Any) -> Iterator[int]:
-    """The indices of the arguments' tensors for which the recorded ``part`` has a placeholder."""
+    """The indices of the arguments' tensors for which ``part``, of a recorded result, has a placeholder."""
     if type(part) is _Given:
         yield part.place
     for item in _items_of(part):

@@ -163,7 +163,8 @@ def plans_of(model: nn.Module, call: Callable[[], object], gpu_kind: str) -> lis
     for module in entrances(model):
         if any(True for _ in module.children()):
             vars(module)[method_of(module)] = functools.partial(forward, module)
-    # The first trace in a process also imports modules, which must not count in ``trace_s``.
+    # Trace something small: the first trace in a process also imports modules, which must not count in
+    # ``trace_s``, the seconds that the trace of a call takes.
     trace(nn.Identity(), torch.relu, torch.empty(1, device="meta"))
     with torch.no_grad():
         call()
@@ -176,5 +177,5 @@ def _plan_for(gpu_kind: str, traced: Traced) -> Plan:
 
 
 def _what(step: Step) -> tuple[Any, ...]:
-    """All fields of a step except the name of its node, by which steps of two graphs are compared."""
+    """Returns all fields of a step but its node's name. Steps of two graphs are equal if these fields are."""
     return step[1:]

@@ -25,15 +25,16 @@ from sdfastgn.patches.graphs.arguments import is_plain
 # spaces, so that no real argument of a method can have the same name. Messages that say why a call has no
 # plan contain it.
 STATE = "the state of a module"
-# How many traces of one model may add attributes to its state. One trace finds all attributes that its call
-# sets, and another kind of call may set more. Without a limit, a model that keeps each tensor under a new
-# name would be traced in each call.
+# How many traces of one model may find new attributes in which calls keep tensors. One trace finds all
+# attributes that its call sets, and another kind of call may set more. Without a limit, a model that keeps
+# each tensor under a new name would be traced in each call.
 _MOST_GROWTHS = 4
-# Attributes that every ``nn.Module`` has, such as the dicts of parameters and hooks. They never count as
-# state.
+# Attributes that every ``nn.Module`` has, such as the dicts of parameters and hooks. Calls keep no tensors
+# for later calls in them, so they never count as state.
 _OF_ALL = frozenset(vars(nn.Module()))
 
-# For the dotted path of each module with state: the names and values of its attributes that are state.
+# For the dotted path of each module in which calls keep tensors: the names and values of the attributes in
+# which they are.
 Held = dict[str, dict[str, Any]]
 
 
@@ -69,7 +70,9 @@ class State:
         self.growths = growths
 
     def grown(self, root: nn.Module, found: Mapping[nn.Module, set[str]]) -> State | None:
-        """Return a ``State`` that lists also the attributes ``found`` of modules in ``root``.
+        """Return a ``State`` that lists the attributes of this one, and those in ``found``.
+
+        ``found``: for modules in ``root``, the names of attributes in which a traced call has kept tensors.
 
         Returns None if one of the new attributes holds an object that cannot be passed as an argument, or if
         traces have added attributes too often.
@@ -84,7 +87,7 @@ class State:
         return State({paths[module]: (module, each) for module, each in names.items()}, self.growths + 1)
 
     def names(self) -> dict[nn.Module, frozenset[str]]:
-        """For each module with state, the names of its attributes that are state."""
+        """For each module in which calls keep tensors, the names of the listed attributes."""
         found = ((reference(), names) for reference, names in self._held.values())
         return {module: frozenset(names) for module, names in found if module is not None}
 

@@ -24,7 +24,7 @@ from sdfastgn.plans.state import State
 MAX_PLANS = 16
 # If this number of calls in a row needed a new trace, and none could use an earlier plan, most further calls
 # are not traced. Otherwise a model that gets another number in each call, such as a timestep, would be traced
-# each time.
+# in each of its calls.
 _NEW_KINDS = 16
 # A plan that was used again within this number of calls is not removed to make place for another plan.
 # Otherwise each call would be traced if 17 image sizes take turns and only 16 plans are kept.
@@ -60,7 +60,8 @@ class Made:
     @classmethod
     def of(cls, plan: Plan, outcome: Outcome) -> Made:
         masks = Masks(plan)
-        # A plan that runs a batch in slices keeps its masks, because each slice reads another part of them.
+        # A plan that runs a batch in slices always reads its attention masks, because each slice reads
+        # another part of them.
         has_masks = len(masks) and plan.slices is None
         return cls(plan, Baked(plan), outcome, masks=masks if has_masks else None)
 

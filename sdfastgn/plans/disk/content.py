@@ -45,7 +45,7 @@ _NAMED = {"dtype": torch.dtype, "format": torch.memory_format, "layout": torch.l
 
 
 class Unwritable(Exception):  # noqa: N818  # callers catch it: the plan is not kept on disk
-    """The plan contains a value for which this file has no form in JSON."""
+    """The plan contains a value that cannot be written as JSON."""
 
 
 def text_of(model: nn.Module, traced: Traced, graph: fx.Graph, outcome: Outcome) -> str:

@@ -53,7 +53,7 @@ class Description:
     def __init__(self) -> None:
         self._text: list[str] = []
         self._seen: dict[int, int] = {}
-        self._kept: list[Any] = []  # keeps objects alive, so that no other object can get the id of one
+        self._kept: list[Any] = []  # described objects stay alive, so that no new one can get the id of one
         self._storages: dict[int, int] = {}
         self.classes: dict[type, None] = {}
         self.functions: list[types.FunctionType] = []
@@ -96,7 +96,8 @@ class Description:
             self.add_class(kind)
             self._text.append(value.name)
             self.add(value.value)
-        elif isinstance(value, tuple) or self.is_new(value):  # equal tuples count as the same one
+        elif isinstance(value, tuple) or self.is_new(value):
+            # A tuple is described wherever it occurs: it does not matter whether equal tuples are one object.
             self._add_object(kind, value)
 
     def add_class(self, kind: type) -> None:
@@ -107,8 +108,8 @@ class Description:
         self._text.append(f"{len(values)} entries")
         for name, value in dict.items(values) if isinstance(values, dict) else values.items():
             self.add(name)
-            # diffusers makes the list ``_use_default_values`` from a set, so its order differs between
-            # processes.
+            # The order of the list ``_use_default_values`` does not count. It differs between processes,
+            # because diffusers makes the list from a set.
             self.add(frozenset(value) if name == "_use_default_values" else value)
 
     def _add_object(self, kind: type, value: Any) -> None:

@@ -99,6 +99,6 @@ def _files(where: Path) -> Iterator[tuple[float, int, Path]]:
     """
     for path in where.iterdir():
         if path.suffix in (".plan", ".partial"):
-            with contextlib.suppress(OSError):  # another process may remove the file meanwhile
+            with contextlib.suppress(OSError):  # files are left out that another process removes meanwhile
                 status = path.stat()
                 yield status.st_mtime, status.st_size, path

@@ -50,7 +50,7 @@ def key_of(module: nn.Module, call: Any, device: torch.device, guard: Guard) -> 
         about.add(module)
         code = [_of_entry(about, owner, name, value) for owner, name, value in guard.names()]
         code += [_of_entry(about, "", None, function) for function in guard.functions()]
-    except Exception:  # an object cannot be described, or its own code raises an error
+    except Exception:  # no key: an object cannot be described, or its own code raises an error
         return None
     about.note(*sorted(code))
     files = _files(about)
@@ -83,8 +83,8 @@ class _Model(Description):
 def _of_entry(about: _Model, owner: str, name: Any, value: Any) -> str:
     """Returns a hash of a name that code reads, and of its value.
 
-    Each name is described apart, because the order of names differs from process to process. The numbers of
-    earlier objects would differ too.
+    A ``Description`` numbers objects in the order in which they are added. The order of names differs from
+    process to process, so each name gets a ``Description`` of its own.
     """
     own = _Model()
     own.note(owner)

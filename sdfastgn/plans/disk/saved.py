@@ -45,7 +45,7 @@ class Saved:
             return Plan(traced, graph, copy_of), outcome
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # the text of the file does not describe a plan of this model
+        except Exception:  # the file is removed, because its text describes no plan of this model
             files.remove(self._key)  # type: ignore[arg-type]
             return None
 

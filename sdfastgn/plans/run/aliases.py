@@ -40,7 +40,7 @@ _OF_ROWS = (
 
 
 def is_view(n: Node) -> bool:
-    """True if ``n`` is a view of its argument, or an item of a tuple. Reshapes that must copy count too."""
+    """True if ``n`` is a view of its argument, or an item of a tuple. All reshapes count as views."""
     if n.op != "call_function":
         return False
     return n.target is operator.getitem or n.target in VIEWS or schemas.is_view(n.target)
@@ -90,9 +90,10 @@ def adds_bias_apart(n: Any) -> bool:
 
 
 def in_memory(n: Any) -> Tensor:
-    """Returns a tensor on the device meta with the strides that the value of ``n`` will probably have.
+    """Returns an empty tensor on the device meta with the shape of the value that the node ``n`` computes.
 
-    Steps write images and videos channels-last, so all of these are assumed to be.
+    It has the strides that the value will probably have in a run. Images and videos, which are values with 4
+    or 5 axes, are assumed to be channels-last, because steps write them so.
     """
     if n.op == "call_function" and n.target in VIEWS:
         return n.target(in_memory(n.args[0]), *n.args[1:])
@@ -104,7 +105,7 @@ def in_memory(n: Any) -> Tensor:
         steps.attention_to_first,
     ):  # attention kernels write the heads of a token side by side
         return torch.empty((*shape[:-3], shape[-2], shape[-3], shape[-1]), device="meta").transpose(-2, -3)
-    if n.target is steps.group_norm and len(shape) == 3:  # a GroupNorm of (N, C, L) keeps the strides
+    if n.target is steps.group_norm and len(shape) == 3:  # GroupNorms keep the strides of x (N, C, L)
         return torch.empty_like(in_memory(n.args[0]))
     writer: Any = n.args[0] if n.target is operator.getitem else n
     if len(shape) not in (4, 5) or writer.target in _OF_ROWS:

@@ -87,7 +87,7 @@ class Baked:
         self.left: collections.Counter[str] = collections.Counter()
         self.recorded = 0
         self._bound: _Bound | None = None
-        self._failure: str | None = None  # why no function can be generated for the plan
+        self._failure: str | None = None  # why no function can be generated for the plan; else None
         self._lock = threading.Lock()
         others = ((plan.others, i) for i in range(len(plan.others)))
         held = [*plan.parameters, *others, *plan.copies]
@@ -130,7 +130,8 @@ class Baked:
         """Drops all references to the weights until the next call.
 
         Code that moves weights to other memory, for instance to put several side by side, first makes sure
-        that no other tensor shares the memory (``private.is_alone``). The function of this object would.
+        that no other tensor shares the weights' memory (``private.is_alone``). The views of weights that the
+        generated function keeps would share it.
         """
         with self._lock:
             if self._bound is not None:
@@ -172,7 +173,8 @@ class Baked:
         returned = [] if isinstance(recording, str) else enumerate(recording.results)
         for i, operand in returned:
             if isinstance(operand, int) and operand < len(operands.fixed):
-                results[i] = operands.fixed[operand]  # the caller gets the parameter itself, not a view
+                # The caller gets a parameter itself, and not the view of it that was recorded.
+                results[i] = operands.fixed[operand]
         return results
 
     def _bake(self, recording: Recording | str, operands: _Operands, inputs: Sequence[Tensor]) -> None:
@@ -185,7 +187,7 @@ class Baked:
             return
         signature = [(*_kind(x), x.data_ptr() % ALIGNMENT if x.is_cuda else None) for x in inputs]
         run = code.bound(*operands[:2])
-        if run is None:  # another thread has moved weights while the plan ran
+        if run is None:  # another thread has moved weights: the next call records again
             return
         where = operands.addresses, operands.layouts, signature
         self._bound = _Bound(run, code, *where, has_kernels=dispatch.is_on())
@@ -193,7 +195,7 @@ class Baked:
         self.left = recording.left
 
     def _renewed(self) -> _Bound | None:
-        """Returns the function, with the present weights. None if the plan must be recorded again."""
+        """Returns the generated function with present weights. None if the plan must be recorded again."""
         bound = self._bound
         if bound is not None and (bound.run is None or self._addresses() != bound.addresses):
             operands = self._operands()

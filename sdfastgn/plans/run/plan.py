@@ -102,7 +102,7 @@ class Plan:
         self._held_written = [i for i, n in enumerate([*read, *others]) if n in written]
         self._lock = threading.Lock()
         self._rows = _rows_of_products(graph, read)
-        graph.owning_module = None  # that module holds tensors for ``get_attr`` nodes, and none are left
+        graph.owning_module = None  # the graph has no ``get_attr`` nodes that need its module
         self.graph = graph
         self.steps: list[Step] = steps_of(graph)
         self.writes = bool(written)
@@ -123,9 +123,9 @@ class Plan:
         return fx.GraphModule({}, self.graph).forward
 
     def __call__(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Computes the traced call for other tensors. All other arguments are taken to be those of the trace.
+        """Computes the traced call for other tensors. The result has the structure of the traced result.
 
-        Returns a result with the structure of the traced one.
+        Arguments that are no tensors, such as numbers, are ignored. The plan uses their values in the trace.
 
         Raises ValueError if the arguments have another structure than the traced ones, if a tensor has
         another shape, dtype or device, or if the call writes into a tensor that shares memory with another.
@@ -177,10 +177,10 @@ class Plan:
         return other
 
     def compile_ahead(self, inputs: Sequence[Tensor], device: torch.device) -> None:
-        """Compiles the kernels of the plan in parallel threads, so that the first run need not do it in turn.
+        """Compiles the kernels of the plan in parallel threads. The first run would compile them one by one.
 
-        This runs all steps once, with meaningless results. So call it only if the plan neither writes into
-        arguments nor draws random numbers.
+        This method runs all steps once, with meaningless results. So call it only if the plan neither writes
+        into arguments nor draws random numbers.
         """
         given = inputs if self.slices is None else self.slices.slice(inputs, 0)
         rehearse(lambda: self.run_slice(given), device)
@@ -231,14 +231,15 @@ class Plan:
 
     def _compute_constants(self) -> None:
         with self._lock:
-            if self._fold is None:  # another thread has computed the constants meanwhile
+            if self._fold is None:  # another thread has computed the constants while this one waited
                 return
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("Plan: the first call must not be inside the capture of a CUDA graph")
             with torch.inference_mode(False), torch.no_grad(), without_autocast(), without_rehearsal():
                 self._constants = self._fold(*self._tables)
             for device in {t.device for t in self._constants if t.is_cuda}:
-                # Other threads may read the constants in other streams, which do not wait for this one.
+                # Wait until the GPU has computed the constants. Other threads may read them in other streams,
+                # which do not wait for this one.
                 torch.cuda.current_stream(device).synchronize()
             self._fold = None
 
@@ -373,9 +374,10 @@ def _is_overwritten(n: Node, constants: dict[Node, None]) -> bool:
 
 
 def _guarded(graph: fx.Graph, constants: list[Node]) -> list[Node]:
-    """Inserts copies into ``graph`` wherever a write would change a value that is still needed.
+    """Inserts a copy of each value that a step of ``graph`` would write over although it must not change.
 
-    Returns the constants: ``constants``, and those copies of them that are constants too.
+    Such values are constants, parameters, arguments of the call, and values that are read later. Constants
+    that the call returns are copied too. Returns ``constants``, and the copies that are constants too.
     """
     found, last = set(constants), _last_readers(graph)
     for i, n in enumerate(list(graph.nodes)):

@@ -44,7 +44,7 @@ _ALLOCATIONS = (
     aten.new_empty.default,
     aten.new_empty_strided.default,
 )
-# Ops that give an existing tensor other memory. First one of them, then the names of all, without overloads.
+# An op that gives an existing tensor other memory, and the names of all ops that do so, without overloads.
 _SWAP = aten.set_.source_Storage_storage_offset
 _SWAPS = ("aten::resize_", "aten::resize_as_", "aten::set_")
 _INDICES = (torch.int64, torch.int32)
@@ -129,7 +129,8 @@ class Recording(NamedTuple):
         rows: weights may lie side by side, so that one matrix product reads them all
             (``kernels/product/packed.py``). For each place of a tensor that covers such weights: the indices
             of these operands.
-        results: what the graph returns. A tensor is its place, or the index of the operand that it is.
+        results: what the graph returns. It has the place of each tensor instead of the tensor, or the index
+            of an operand that is returned itself.
         left: some steps were recorded as one call. For each reason, the number of such steps.
     """
 
@@ -238,13 +239,14 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.actions: list[Action] = []
         self.memories: list[Memory] = []
-        # Weak references to storages as keys: no other storage can get the same key, and memory can be freed.
+        # The index of each known storage. Its key is a weak reference, because no other storage can get an
+        # equal one, and the storage can still be freed.
         self.found: dict[StorageWeakRef, int] = {}
         self.left: collections.Counter[str] = collections.Counter()
         self.failure: str | None = None
         self._simple = set(_WHOLE)  # ops that are recorded as one action, and not as the ops inside of them
         self._is_paused = False
-        self._reason: str | None = None  # why the node that runs now must be recorded as one call
+        self._reason: str | None = None  # why the node that runs now must be recorded as one call; else None
         for i, t in enumerate((*fixed, *inputs)):
             if type(t) not in _PLAIN or t.layout is not torch.strided or t.is_meta:
                 raise Unrecordable(f"an operand is a {type(t).__name__} of layout {t.layout} on {t.device}")
@@ -354,16 +356,16 @@ class _Recorder(TorchDispatchMode):
             targets = _written(func, args, kwargs)
             if func in _ALLOCATIONS and not kwargs.get("pin_memory"):
                 self._note("allocate", None, (), {}, result, [])
-            elif targets or not self._is_known(result):  # otherwise it only made a view, and is not recorded
+            elif targets or not self._is_known(result):  # ops that only make views are not recorded
                 self._note("call", call, args, kwargs, result, targets)
         except Unrecordable as reason:
             self._reason = f"{func.name()} {reason}"
         return result
 
     def _packed(self, t: Tensor) -> Tensor:
-        """Records which weights the tensor ``t`` covers: they lie side by side, and ``t`` got their memory.
+        """Records which weights lie in the memory that the op ``set_`` has given to the tensor ``t``.
 
-        If ``t`` covers something else, the node must be recorded as one call.
+        If it is not exactly the memory of weights side by side, the node must be recorded as one call.
         """
         row: list[int] = []
         at, end = t.data_ptr(), t.data_ptr() + t.nbytes
@@ -413,7 +415,7 @@ def _objection(func: Any, args: Any, kwargs: Any) -> str | None:
     """Returns why the op cannot be recorded as an action. None if it can."""
     name = func.name()
     if func is aten.index.Tensor and all(i is None or i.dtype in _INDICES for i in args[1]):
-        return None  # of all indices, only a mask of booleans makes the op read values
+        return None  # ``index`` reads values only of masks of booleans
     if any(tag in func.tags for tag in _READS_VALUES):
         return f"{name} reads a value"
     if torch.Tag.nondeterministic_seeded in func.tags and _argument(func, "dropout_p", args, kwargs) != 0:

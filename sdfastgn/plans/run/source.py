@@ -24,7 +24,8 @@ from sdfastgn.kernels.common.private import allocators, current_raw_stream, view
 from sdfastgn.kernels.product import packed
 from sdfastgn.plans.run.record import Action, Memory, Place, Recording, Unrecordable, places_in
 
-# Bytes. Triton compiles one kernel for pointers that are divisible by 16, and another one for other pointers.
+# Alignment in bytes. Triton compiles one kernel for pointers that are divisible by 16, and another one for
+# other pointers.
 ALIGNMENT = 16
 # Where a global tensor of the generated function comes from: (the indices of one operand, or of several
 # operands that lie side by side; the place of these; the place of the tensor in the same memory, or None for
@@ -54,10 +55,11 @@ class Code(NamedTuple):
     device: torch.device | None
 
     def bound(self, fixed: Sequence[Tensor], aliases: Sequence[Tensor]) -> types.FunctionType | None:
-        """Makes the function for these weights and constants. ``aliases``: views of them without gradients.
+        """Makes the function for the weights and constants ``fixed``.
 
-        They must have the recorded shapes and strides, and the recorded distances in memory from each other.
-        Returns None if weights that lay side by side in the recording do not any more.
+        ``aliases``: views of these without gradients. The weights and constants must have the recorded shapes
+        and strides, and the recorded distances in memory from each other. Returns None if weights that lay
+        side by side in the recording do not any more.
         """
         names = dict(self.names)
         for name, (row, own, place) in self.tensors.items():
@@ -124,8 +126,8 @@ class _Writer:
         self.tensors: dict[str, _Source] = {}
         self.addresses: dict[str, str] = {}
         self.known: dict[Any, str] = {}  # place, memory or object -> its name in the function
-        # For a place, for a memory with a dtype, and for a memory: the first operand, or row of operands side
-        # by side, that lies there, and its place.
+        # Which operand lies where. Keys are of three kinds: a place, (memory, dtype), and a memory. The value
+        # is the first operand, or row of operands side by side, that lies there, and its place.
         self.owners: dict[Any, tuple[tuple[int, ...], Place]] = {}
         rows = [((i,), place) for i, place in enumerate(recording.operands)]
         for row, place in (*rows, *((row, place) for place, row in recording.rows.items())):

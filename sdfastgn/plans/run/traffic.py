@@ -1,7 +1,7 @@
 """Computes how many bytes the steps of a rewritten graph read and write.
 
 A step is a node that calls a kernel or a PyTorch op. Shapes and dtypes come from ``node.meta`` alone. So the
-graph of a model whose parameters are on the device meta gives the same table as that of a model with weights.
+numbers are also right for the graph of a model whose parameters are on the device meta.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sdfastgn.plans.run import steps
 from sdfastgn.plans.run.aliases import base, is_view, writes_over
 
 aten = torch.ops.aten
-# Steps that write into a part of their first argument, and do not read it.
+# Steps that write into a part of their first argument, and read nothing of that argument.
 _PARTIAL_WRITERS = (steps.write_slice_, steps.write_select_, aten.copy_.default)
 # Ops that read only some elements of their first argument: as many as the result has.
 _SELECTIONS = (
@@ -126,7 +126,7 @@ def peak(graph: fx.Graph) -> int:
     A value takes memory until its last use. A reshape that must copy counts as a view, which takes none.
     """
     homes: dict[Node, Node] = {}
-    last: dict[Node, Node] = {}  # node whose memory a value is in -> the last node that reads it
+    last: dict[Node, Node] = {}  # node -> the last node that reads a value in its memory
     for n in graph.nodes:
         source: Any = n.args[0] if is_view(n) or writes_over(n) else n
         if n.target is operator.getitem and (n.args[1] or not writes_over(source)):

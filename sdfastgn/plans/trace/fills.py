@@ -36,7 +36,7 @@ class Fill(NamedTuple):
 
 
 def is_new(base: TracedTensor) -> bool:
-    """True if the call has made ``base`` by ``full``, ``zeros`` or ``ones``, and its value is still that."""
+    """True if the call has made ``base`` by ``full``, ``zeros`` or ``ones``, and no node writes into it."""
     return base.node.target in _NEW and base.memory is None
 
 
@@ -65,10 +65,10 @@ def filled(made: fx.Node, fills: Sequence[Fill]) -> tuple[Tensor, Tensor | None]
 
 
 def _different_rows(shape: Sequence[int], fills: Sequence[Fill]) -> tuple[list[Fill], list[int]] | None:
-    """Finds rows of a tensor that get the same writes.
+    """Finds rows of a tensor that get the same writes, so that one row can stand for all of them.
 
-    Returns (the writes for each different row, and for each row of the tensor the index of its different
-    row). None if more than half of the rows differ, or if some of ``fills`` write into several rows.
+    Returns (the writes into the rows that are left, and for each row of the tensor the index of the row that
+    stands for it). None if more than half of the rows are left, or if some of ``fills`` write into several.
     """
     of_row: dict[int, list[Fill]] = {}
     for fill in fills:
@@ -80,7 +80,8 @@ def _different_rows(shape: Sequence[int], fills: Sequence[Fill]) -> tuple[list[F
     different, which = [], []
     for row in range(shape[0]):
         own = of_row.get(row, [])
-        # Texts are compared and not values, because -0.0 == 0.0 and True == 1.
+        # The writes into two rows are compared as texts, because the values -0.0 and 0.0, or True and 1,
+        # count as equal.
         text = repr([([step[:3] for step in path[1:]], number) for path, number in own])
         if text not in found:
             at = found[text] = len(found)

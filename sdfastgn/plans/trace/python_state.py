@@ -156,7 +156,7 @@ def _random_states() -> list[tuple[str, Any, Callable[[Any], object]]]:
 
 def _copy(value: Any) -> Any:
     if isinstance(value, dict):
-        return dict(value)  # for an OrderedDict, this is ten times as fast as its ``copy``
+        return dict(value)  # ``dict`` copies an OrderedDict in a tenth of the time of the method ``copy``
     return set(value) if isinstance(value, set) else list(value)
 
 
@@ -212,7 +212,7 @@ def _refusing(name: str, function: Any) -> Any:
 
 
 def _set_data(self: Tensor, value: Tensor) -> None:
-    if type(value) is TracedTensor:  # a traced tensor has no memory that ``self`` could take over
+    if type(value) is TracedTensor:  # a traced tensor has no memory to give to another tensor
         refuse("the call assigns to Tensor.data, as Module.to does")
     Tensor.__base__.data.__set__(self, value)  # type: ignore[union-attr]
 
@@ -250,8 +250,8 @@ def _without_compilation() -> Iterator[None]:
     try:
         yield
     finally:
-        # If the traced call has imported Dynamo, Dynamo has met only this call, so all that it knows is
-        # dropped.
+        # If the traced call has imported Dynamo, Dynamo has met only functions of this call. It forgets them
+        # here, so that it can compile them later.
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
 

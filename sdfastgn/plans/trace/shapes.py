@@ -20,8 +20,8 @@ from sdfastgn.plans.trace.refusals import refuse
 from sdfastgn.plans.trace.tensors import Metadata, TracedTensor, forget_metadata, metadata, metadata_of
 
 aten = torch.ops.aten
-# The table is emptied if it has more entries than this. A model needs about 100 to 400 entries for each image
-# size.
+# Maximum number of entries of the table of metadata. If it has more, it is emptied. A model needs about 100
+# to 400 entries for each image size.
 _MOST = 100_000
 _table: dict[Any, Any] = {}
 # For these ops, and for views, results have the same strides on the device "meta" as on every other device.

@@ -1,7 +1,7 @@
 """Finds out whether something keeps traced tensors alive after a trace.
 
-Such a call keeps state for later calls, which a plan would not repeat. Traced tensors have no memory, so
-later calls could not use them either.
+If something does, the call has stored tensors for later calls. A plan of the call would not store them. Nor
+could later calls use the traced tensors, which have no memory.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def kept(made: list[weakref.ref[Tensor]]) -> list[str]:
     """
     if not _alive(made):
         return []
-    gc.collect()  # the tensors may be in a reference cycle that nothing else refers to
+    gc.collect()  # frees tensors that only their own reference cycle keeps alive
     if not _alive(made):
         return []
     is_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()  # ``gc.get_referrers`` does not find frozen objects
+    gc.unfreeze()  # ``gc.get_referrers``, which is called next, does not find frozen objects
     try:
         return _reasons(made)
     finally:

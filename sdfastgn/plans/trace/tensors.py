@@ -133,12 +133,12 @@ class TracedTensor(Tensor):
     __array__ = _refused("__array__")
     __dlpack__ = _refused("__dlpack__")
     __reduce_ex__ = _refused("__reduce_ex__")
-    # An assignment to ``data`` is refused: PyTorch would exchange the C++ tensor, and ``node`` would stay as
-    # it is.
+    # An assignment to ``data`` is refused: PyTorch would exchange the C++ tensor, but the attribute ``node``
+    # would still be the node of the old one.
     data = property(lambda self: self.detach(), _refused("data"))
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-        """Calls the op, because PyTorch's method may return the tensor itself, unseen by the trace."""
+        """Calls the op ``contiguous``: PyTorch's method may return the tensor itself, unseen by the trace."""
         return torch.ops.aten.contiguous.default(self, memory_format=memory_format)
 
     def __deepcopy__(self, memo: Any) -> Tensor:

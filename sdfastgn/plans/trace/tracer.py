@@ -65,7 +65,7 @@ def trace(
             traced = tracer.traced(call, args, kwargs)
         except Exception as error:
             reasons.append(reason_of(error))
-        except BaseException as error:  # such as KeyboardInterrupt. The model is restored before it is raised
+        except BaseException as error:  # such as KeyboardInterrupt: raised when the model is restored
             interrupt = error
         sets_attributes = not reasons
         reasons += state.restore()
@@ -127,8 +127,8 @@ class Tracer(TorchDispatchMode):
         self.last_parameter: fx.Node | None = None
         self.last_other: fx.Node | None = None
         self.constants = 0
-        # For tensors that the model's code makes from one number, a key of the number and dtype -> (node,
-        # metadata).
+        # For each tensor that the model's code makes from one number: a key of the number and dtype -> the
+        # tensor's node and metadata.
         self.numbers: dict[Any, tuple[fx.Node, Metadata]] = {}
         self.number_of: dict[fx.Node, Any] = {}
         # Values of nodes that depend only on numbers in the model's code, as far as they were needed.
@@ -228,9 +228,10 @@ class Tracer(TorchDispatchMode):
         return t
 
     def node_of(self, t: TracedTensor) -> fx.Node:
-        """Returns the node that has the present value of ``t``.
+        """Returns the node that computes what ``t`` contains now, after all writes so far.
 
-        After a write into the tensor of which ``t`` is a view, it first makes new nodes for the view.
+        If ``t`` is a view, and its base was written since ``t`` got its node, it first makes new nodes for
+        the view.
         """
         if t.memory is not None and t.memory.is_written:
             refuse("strides decide whether the call writes into a tensor that it reads later")
@@ -451,9 +452,10 @@ class Tracer(TorchDispatchMode):
         return traced
 
     def depends_on_values(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Handles an op whose result, or its shape, depends on values of tensors.
+        """Handles an op whose result, or the shape of its result, depends on values of tensors.
 
-        It runs in the trace. That is possible only if the values depend on nothing but numbers in the code.
+        The op runs in the trace. That is possible only if the values depend on nothing but numbers in the
+        model's code.
         """
         _, a, k = self.read_all(op, args, kwargs)
         a, k = fx.node.map_arg((a, k), self.value)
@@ -518,9 +520,9 @@ class Tracer(TorchDispatchMode):
         return targets[0] if len(targets) == 1 else targets
 
     def waits(self, x: Tensor, source: Any = 0, *more: Any) -> bool:
-        """Collects a write of ``source`` into x for later, if it is a number and x a newly made tensor.
+        """Collects a write of ``source`` into x, if ``source`` is a number and x a newly made tensor.
 
-        Returns False if the write must get a node now.
+        Collected writes get their nodes when an op reads x. Returns False if this write needs a node now.
         """
         if type(x) is not TracedTensor:
             return False
@@ -538,7 +540,8 @@ class Tracer(TorchDispatchMode):
     def may_be_late(self, x: Any) -> bool:
         """True if a view of x should get its node only when an op reads the view.
 
-        This is so if x is a number, or if writes into x were collected: then most views are never read.
+        This is so if x is made from one number, or if writes into x were collected: then most views of x are
+        never read.
         """
         base = x.owner if type(x) is TracedTensor else None
         return base is not None and (bool(base.fills) or base.node in self.number_of)
@@ -607,9 +610,9 @@ class Tracer(TorchDispatchMode):
         return r
 
     def add_writes(self) -> None:
-        """Adds nodes at the end of the graph that write new values into arguments, parameters and buffers.
+        """Adds nodes at the end of the graph for the call's writes into arguments, parameters and buffers.
 
-        This is for those that the call has written into.
+        Each node writes the value that such a tensor has after the call.
         """
         writing = [source for source in self.sources if source.traced.version]
         if not writing:

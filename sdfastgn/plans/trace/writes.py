@@ -18,8 +18,8 @@ from sdfastgn.plans.trace.refusals import refuse
 from sdfastgn.plans.trace.tensors import Metadata, Step
 
 aten = torch.ops.aten
-# Ops that change the shape, strides or memory of a tensor in place, and not just its values. They are not
-# traced.
+# Ops that change the shape, strides or memory of a tensor in place, and not just its values. Calls with such
+# ops are not traced.
 _RESHAPERS = {
     "resize_",
     "resize_as_",

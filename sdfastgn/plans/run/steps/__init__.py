@@ -7,7 +7,7 @@ only where no other node reads that argument. Other steps write only into memory
 Steps never call ``torch.nn.functional``. Other packages may replace functions there. A trace has then
 recorded what the replacement does, and a step that called it would do so twice.
 
-Every public function of these files is a step. Rules write ``steps.linear``, whichever file has it.
+Every public function of these files is a step. Other code writes ``steps.linear``, whichever file has it.
 """
 
 from sdfastgn.plans.run.steps.images import *  # noqa: F403

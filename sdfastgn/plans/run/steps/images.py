@@ -151,8 +151,8 @@ def conv_windows(
 ) -> Tensor:
     """Computes a 3-D convolution as a 2-D one.
 
-    x comes from ``frames`` with the argument ``window``, which has put the frames of each window of the
-    convolution side by side as channels.
+    x is a result of ``frames``, a function of this file that was called with the argument ``window``. It has
+    put the frames of each window of the convolution side by side as channels.
     """
     where = tuple(stride[1:]), tuple(padding[1:]), tuple(dilation[1:])
     return windows.convolve_windows(x, weight, None, *where)  # type: ignore[arg-type]
@@ -352,7 +352,7 @@ def frames(
     x, operands = _in_channels_last(x), None
     if isinstance(norm, Group) and norm.pads_first:
         norm = norm._replace(statistics=_padded_statistics(norm.statistics, x, front, back))
-        if norm.statistics is None:  # statistics do not fit, so the pads need a pass before the norm
+        if norm.statistics is None:  # no sums for mean and variance of the padded x: pad x in its own pass
             x = pad_frames_op.pad_frames(x, front=front, back=back, mode=mode)[0]
             front, back, norm = 0, 0, norm._replace(pads_first=False)
     elif isinstance(norm, Group):
