@@ -194,11 +194,11 @@ def capture_call(
             raise Unsupported("its forward changes the lists or dicts that it is given")
         return output
 
-    watch = watch_of_now()  # raises before a warm-up, which could change a model that cannot be watched
+    watch = watch_of_now()  # if the model cannot be watched, this raises before a warm-up could change it
     if not is_warm:
         with backend.ordered():
             kind.warm_up(module, buffers, run)
-        watch = watch_of_now()  # the warm-up may have filled caches in the model
+        watch = watch_of_now()  # a new record of the model, because the warm-up may have filled its caches
     with backend.ordered(), backend.allocating():
         watch.factors.allocate(call.device)  # type: ignore[arg-type]
     versions, writes, graph = [buffer._version for buffer in buffers], watch.writes(), None
@@ -352,7 +352,7 @@ class CudaBackend:
     def rehearse(self, fn: Callable[[], Any]) -> None:
         def call() -> None:
             fn()
-            # This loads the code of algorithms for matrix products. Other threads compile kernels meanwhile.
+            # While other threads compile kernels, ``load_algorithms`` loads code of matrix products.
             load_algorithms()
 
         with torch.cuda.device(self._device), chosen_after():
@@ -478,7 +478,7 @@ def _renew_locks() -> None:
         backend.lock = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):  # Windows has no fork and lacks this function
+if hasattr(os, "register_at_fork"):  # Windows has no fork, and so no ``os.register_at_fork``
     os.register_at_fork(after_in_child=_renew_locks)
 
 

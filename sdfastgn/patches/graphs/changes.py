@@ -113,7 +113,7 @@ def changed(noun: str, old: Any, new: Any) -> str:
 
 def joined(name: str, key: Any) -> str:
     """The dotted path of the attribute ``key`` of the object at the path ``name``."""
-    key = "config" if key == "_internal_dict" else key  # diffusers' property ``config`` returns this dict
+    key = "config" if key == "_internal_dict" else key  # diffusers' property that returns ``_internal_dict``
     return f"{name}.{key}" if name else str(key)
 
 

@@ -199,8 +199,8 @@ class GraphedForward(MethodEntry):
         planner: Planner | None = None,
     ) -> None:
         super().__init__(module, method, replaces_entry)
-        # The method is read here, because torch.compile cannot read it from a class that diffusers has marked
-        # with ``allow_in_graph``.
+        # The method is read from the class now and not at each call, because torch.compile, when it traces a
+        # call, cannot read it from a class that diffusers has marked with ``allow_in_graph``.
         self._compiled = getattr(type(module), method)
         self.scratch = scratch
         self._backend = backend
@@ -528,7 +528,7 @@ class GraphedForward(MethodEntry):
                     self._planned.replayed()
                 scale.end(module)
                 return output
-        self._rehearse(current)  # compiles kernels without the lock, so that other threads can use graphs
+        self._rehearse(current)  # kernels are compiled without the lock, so other threads can use graphs
         raise Unsupported("first call of its kind")
 
     def _refusal(self, module: nn.Module) -> str | None:
@@ -675,7 +675,7 @@ class GraphedForward(MethodEntry):
                 )
                 graph.kept = getattr(current.forward, "plans", None)
                 self._check_code(current.as_stock)
-                # The key differs, for example, if another thread has switched off an attention of the module.
+                # The call has another key now if another thread has, say, switched off a module's attention.
                 if self._key_of(module, call) != key:
                     raise _Outdated
                 store.add(key, graph)
@@ -706,8 +706,8 @@ class GraphedForward(MethodEntry):
         with contextlib.suppress(Exception), scaled(current.scale.in_forward):
             watch = self._store.watch or self._new_watch(current)
             if watch.reason is None:
-                # ``watch`` is kept for the capture, unless layers have merged weights of adapters: it does
-                # not record the state of such layers, and later calls may merge the adapters of others.
+                # ``watch`` is kept for the capture, unless layers have merged weights of adapters. A Watch
+                # does not record the state of such layers, and other layers may have some at the capture.
                 self._rehearsed = None if current.survey.layers else watch
                 with undrawn(call.device, run):
                     backend.rehearse(run)
@@ -723,7 +723,7 @@ class GraphedForward(MethodEntry):
             self._policy.model_changed(store.replays_of_state)
             self._drop_changed(module, watch, survey.reason)
             raise _Outdated
-        # The store has another survey if another thread has captured the module meanwhile.
+        # If another thread has captured the module meanwhile, the store has that thread's survey.
         if store.survey not in (None, survey):
             raise _Outdated
         self._policy.check_pause()

@@ -88,9 +88,9 @@ class TrainingGraph:
     """
 
     gradients: ClassVar[Any] = torch.enable_grad
-    # False: numbers such as the scale of an IP-Adapter are constants here, and no inputs of the graph. A call
-    # writes new inputs before it finds out that the backward of the last replay has not run yet. That
-    # backward would then read the new values.
+    # Numbers in attributes, such as the scale of an IP-Adapter, are constants of graphs with gradients. If
+    # they were inputs, a call would write new values into memory before it finds out that the backward of the
+    # last replay has not run yet. This backward would then read the new values.
     has_factors: ClassVar[bool] = False
     left: list[int]
     kept: Any
@@ -104,8 +104,8 @@ class TrainingGraph:
         self._parameters = list(module.parameters())
         self._trained = _trained(module)
         self._places = [place for place, buffer in enumerate(buffers) if buffer.requires_grad]
-        # In a memory pool that other graphs use too, one of them could overwrite what the forward has saved
-        # for the backward.
+        # This call has a memory pool of its own. In a shared pool, another graph could overwrite what the
+        # forward has saved for the backward.
         pool = backend.new_pool()
         with _aliased(module, self._trained) as trained, _checkpointed(module):
             self._forward = backend.capture(run, pool)
