@@ -81,9 +81,9 @@ def _is_honoured(entry: Entry) -> bool:
 
 
 def _is_foreign(entry: Entry) -> bool:
-    """True if other code has replaced the function or class that ``entry`` names.
+    """True if the value of ``entry`` is a function or class that other code has put there.
 
-    The value then comes from an unknown package, or is a method of another class.
+    Such a value comes from an unknown package, or is a method of another class than the class with this name.
     """
     value = entry.value
     if value is MISSING or isinstance(value, types.ModuleType) or not _is_callable(value):
@@ -116,7 +116,7 @@ def _written_in(value: Any) -> str:
     """The Python module in which the code of ``value`` was written."""
     function = function_in(value)
     if function is not None:
-        # ``__module__`` may be copied from another function, by functools.wraps.
+        # The function's ``__module__`` is not used: functools.wraps may have copied it from another function.
         return str(function.__globals__.get("__name__"))
     if isinstance(value, _BUILT_IN):
         return "torch"
