@@ -251,8 +251,8 @@ def restore(module: nn.Module) -> None:
     """
     remove_hooks(module, enter, leave)
     stop_following(module, _Apply)
-    # ``apply`` has also replaced the methods that copy ``module``. After Ctrl-C they may be all that is left
-    # to undo.
+    # ``apply`` has also replaced the methods that copy ``module``. They are put back even if nothing else is
+    # left to undo, because Ctrl-C may have stopped an earlier call just before this line.
     unguard(module)
     _unconvert(module)
 
