@@ -237,7 +237,8 @@ def _strides_of(tensor: Tensor) -> tuple[int, ...]:
 def _like(spec: _Spec, device: torch.device | None) -> Tensor:
     if spec.is_lazy:
         raise Unsupported("a tensor is a lazy conjugate or negative")
-    # An expanded dimension has stride 0: all its elements share the memory of one, which is allocated here.
+    # An expanded dimension has stride 0: all its elements share the memory of one element. Only the memory of
+    # this element is allocated, and the new tensor is expanded too.
     once = [1 if stride == 0 else n for n, stride in zip(spec.shape, spec.stride, strict=True)]
     return torch.empty_strided(once, spec.stride, dtype=spec.dtype, device=device).expand(spec.shape)
 
@@ -294,7 +295,8 @@ def mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
         return kind([mapped(item, fn) for item in value])
     if kind is dict:
         return {key: mapped(item, fn) for key, item in value.items()}
-    # The output of a model of diffusers (a BaseOutput) is both a dataclass and a dict.
+    # A model of diffusers may return a BaseOutput, which is both a dataclass and a dict. The new one is made
+    # from the fields of the dataclass.
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         names = [field.name for field in dataclasses.fields(kind)]
         return kind(**{name: mapped(getattr(value, name), fn) for name in names})

@@ -59,7 +59,10 @@ class AnyGraph(Protocol):
 
     @staticmethod
     def warm_up(module: nn.Module, buffers: list[Tensor], run: Callable[[], Any]) -> None:
-        """Run eagerly what the constructor captures: it compiles kernels, and cuDNN chooses algorithms."""
+        """Run eagerly what the constructor captures, so that its kernels are compiled before the capture.
+
+        cuDNN chooses its algorithms in this run too.
+        """
 
     def run(self, call: Call, backend: Backend) -> Any:
         """Replay the graph with the arguments of ``call``, and return a copy of its output."""
@@ -194,7 +197,7 @@ def capture_call(
             raise Unsupported("its forward changes the lists or dicts that it is given")
         return output
 
-    watch = watch_of_now()  # if the model cannot be watched, this raises before a warm-up could change it
+    watch = watch_of_now()  # raises for a model that cannot be watched, before a warm-up could change it
     if not is_warm:
         with backend.ordered():
             kind.warm_up(module, buffers, run)
@@ -397,7 +400,8 @@ class CudaBackend:
             # ends this state.
             self._pool = None
             if not end_pool(self._device.index, pool):
-                # The allocator knows already that the capture has ended. The graph will free its memory pool.
+                # If ``end_pool`` returns False, the allocator has stopped already, or this version of PyTorch
+                # cannot stop it. The pool is freed with the graph.
                 return
             # The graph is kept alive, because the allocator of pinned memory has a callback that reads the
             # graph.
@@ -439,7 +443,7 @@ class CudaBackend:
         # The cache of PyTorch's allocator does not count as free here. But it is nearly empty, because
         # ``capture`` has just emptied it.
         free, total = torch.cuda.mem_get_info(self._device)
-        # The user may have set a limit with ``torch.cuda.set_per_process_memory_fraction``.
+        # ``torch.cuda.set_per_process_memory_fraction`` may limit how much memory this process may allocate.
         allowed = torch.cuda.get_per_process_memory_fraction(self._device) * total
         return min(free, allowed - torch.cuda.memory_reserved(self._device)) >= self.memory()
 

@@ -231,7 +231,7 @@ class Cells:
 
 
 class _Tensors:
-    """Base class: keeps tensors and their names."""
+    """Base class: keeps the tensors that a subclass compares, and their names for messages."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []

@@ -528,7 +528,7 @@ class GraphedForward(MethodEntry):
                     self._planned.replayed()
                 scale.end(module)
                 return output
-        self._rehearse(current)  # kernels are compiled without the lock, so other threads can use graphs
+        self._rehearse(current)  # compiles kernels while no lock is held, so other threads can use graphs
         raise Unsupported("first call of its kind")
 
     def _refusal(self, module: nn.Module) -> str | None:
@@ -574,7 +574,10 @@ class GraphedForward(MethodEntry):
         return current.forward.knowing(current.call) if self._needs_plan else contextlib.nullcontext()
 
     def _make_room(self) -> None:
-        """Make room in the store for one more graph, or raise Unsupported."""
+        """Drop the least recently used graphs, so that there is room for one more.
+
+        A subclass may keep all graphs and raise Unsupported instead.
+        """
         self._store.make_room()
 
     # ---- steps of a call
@@ -617,8 +620,8 @@ class GraphedForward(MethodEntry):
         if self.mode is not True:
             if policy.is_new(key):
                 policy.first_call(key)
-                # If only plans (rewritten traces) are captured, such a call has run as a plan before. So it
-                # can be captured now.
+                # The first call of a kind runs eagerly. But if a plan (rewritten trace) runs the calls, it
+                # has run eagerly before a call gets here, so the call is captured at once.
                 if not self._needs_plan:
                     return None
             policy.check_offloaded(key, module)
@@ -723,7 +726,8 @@ class GraphedForward(MethodEntry):
             self._policy.model_changed(store.replays_of_state)
             self._drop_changed(module, watch, survey.reason)
             raise _Outdated
-        # If another thread has captured the module meanwhile, the store has that thread's survey.
+        # If another thread has captured the module meanwhile, its survey of the layers with merged weights is
+        # in the store, and this call must start again.
         if store.survey not in (None, survey):
             raise _Outdated
         self._policy.check_pause()

@@ -122,7 +122,7 @@ _TRAINED = {
     "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel",
     "diffusers.models.controlnets.controlnet.ControlNetModel",
 }
-# Full name of the class -> its arguments that are factors: numbers that are inputs of graphs
+# Full name of a class -> its arguments that are factors: numbers that are inputs of graphs
 # (``factors.py``).
 _FACTORS: dict[str, dict[str, Number]] = {
     "diffusers.models.controlnets.controlnet.ControlNetModel": {

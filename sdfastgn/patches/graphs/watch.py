@@ -330,8 +330,8 @@ class Watch:
             return []
         unwatched: tuple[str, ...] = ()
         if not is_root:
-            # The state is recorded before ``_reason_of`` is called, so that ``unchanged`` notices when a
-            # reason no longer holds.
+            # The module's state is recorded before ``_reason_of`` is called. So if there is a reason against
+            # a capture, ``unchanged`` notices when the reason no longer holds.
             self._types.add(module, path)
             unwatched = self.factors.add(path, module) if self._has_factors else ()
             unwatched += switches_of(module) if self._has_switches else ()
