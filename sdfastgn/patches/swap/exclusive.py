@@ -44,7 +44,7 @@ _CALL = nn.Module.__call__.__code__
 # search from caller to caller does not find it.
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
-one_at_a_time = threading.RLock()  # held while classes or strides of any model are changed
+one_at_a_time = threading.RLock()  # a lock that is held while classes or strides of any model are changed
 _change: _Change | None = None
 
 
