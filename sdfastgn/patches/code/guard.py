@@ -39,7 +39,7 @@ class Guard:
         self._freeze()
 
     def see(self, root: nn.Module) -> None:
-        """Also record the code on which calls of ``root`` depend now. The caller checks ``same`` before."""
+        """Also record the code on which calls of ``root`` depend now. Call this only if ``same()``."""
         before = len(self._reach.entries), len(self._reach.functions)
         self._reach.see_model(root)
         if before != (len(self._reach.entries), len(self._reach.functions)):

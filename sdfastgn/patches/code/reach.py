@@ -93,7 +93,7 @@ class Reach:
         self._settled = (0, 0)
 
     def see_model(self, root: nn.Module) -> None:
-        """Record the functions that calls of ``root`` run without fused blocks, and the names in them."""
+        """Record the functions that calls of ``root`` run without fused blocks, and the names they read."""
         for module in root.modules():
             self._classes[type(module)] = None
             self._packages |= {package_of(type(module).__module__)} - _NOT_READ

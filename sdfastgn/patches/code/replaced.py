@@ -29,7 +29,7 @@ OWN = sys.stdlib_module_names | {
     "comfy",
     "sdfastgn",
 }
-# Functions that were written in C. They may lack the name of their module.
+# Classes of functions that were written in C. Such a function may not have the name of its Python module.
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 # Fused forwards call these functions by name, as diffusers' own forwards do. So they also call a replacement.
 _CALLED_BY_FUSED = ((vars(F), "scaled_dot_product_attention"),)

@@ -88,7 +88,7 @@ class CodeState:
 
     def __init__(self, root: nn.Module, known: Collection[str]) -> None:
         self._known = {*known, *_STATELESS}
-        # A tuple for each container: (its name for messages, the container, its items).
+        # A tuple for each recorded container: (its name for messages, the container, its items).
         self._contents: list[tuple[str, Any, list[Any]]] = []
         # (id of the dict of a module, the name of a global in it) -> (the dict, the global's value)
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
@@ -100,7 +100,7 @@ class CodeState:
         self.reason = next(self._reasons(root, reach), None)
 
     def change(self) -> str:
-        """The name of a recorded container or global that has changed since; empty if none has."""
+        """The name of a container or global that has changed since it was recorded; empty if none has."""
         items = (name for name, container, items in self._contents if not _has(container, items))
         others = (
             f"{names.get('__name__')}.{name}"
@@ -110,7 +110,7 @@ class CodeState:
         return next(items, "") or next(others, "")
 
     def same(self) -> bool:
-        """True if no recorded container and no recorded global has changed since."""
+        """True if no container and no global has changed since it was recorded."""
         return all(_has(container, items) for _, container, items in self._contents) and all(
             names.get(name) is value for (_, name), (names, value) in self._globals.items()
         )
