@@ -40,7 +40,7 @@ def _is_ours(processor: Any, image: Any, output_type: Any, do_denormalize: Any) 
         or image.requires_grad
     ):
         return False
-    if any(name in vars(processor) for name in _SOURCE.methods):  # other code replaced a processor's method
+    if any(name in vars(processor) for name in _SOURCE.methods):  # a method of ``processor`` was replaced
         return False
     # Denormalizing limits values to [0, 1]. Without it, diffusers' code must run: some values do not fit into
     # a byte, and a CPU and a GPU convert such values differently.
