@@ -178,8 +178,8 @@ class Call:
         elif number is not None:
             if kind is Tensor and value.device.type == "cpu" and value.dim() == 0:
                 return self._slot(value.item(), _Spec((), (), value.dtype), tokens)
-            # diffusers' forward would turn the number into a tensor of the same dtype. The forward accepts
-            # NumPy's integers and ``np.float64``, and raises an error for NumPy's other numbers.
+            # A number becomes a tensor of the dtype to which diffusers' forward would convert it. The forward
+            # accepts NumPy's integers and ``np.float64``, and raises an error for NumPy's other numbers.
             if is_number(value) and isinstance(value, (float, Integral)):
                 dtype = number.float_dtype if isinstance(value, float) else torch.int64
                 spec = _Spec((), (), dtype)
@@ -223,10 +223,10 @@ def is_plain(kind: type) -> bool:
 
 
 def _strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of ``tensor``, by which calls are compared.
+    """The strides of ``tensor``, for the comparison of calls.
 
-    The stride of a batch of 1 has no effect. It is replaced by that of a tensor that is no view of a larger
-    one, so that a view with batch 1 compares equal.
+    The stride of a batch of 1 has no effect, and may differ if ``tensor`` is a view of a larger tensor. So it
+    is replaced by the stride that a tensor of this shape has if it is no view.
     """
     strides = tensor.stride()
     if not strides or len(tensor) != 1:
@@ -295,7 +295,7 @@ def mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
         return kind([mapped(item, fn) for item in value])
     if kind is dict:
         return {key: mapped(item, fn) for key, item in value.items()}
-    # A model of diffusers may return a BaseOutput, which is both a dataclass and a dict. The new one is made
+    # A model of diffusers may return a BaseOutput, which is both a dataclass and a dict. The new one is built
     # from the fields of the dataclass.
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         names = [field.name for field in dataclasses.fields(kind)]

@@ -223,9 +223,10 @@ def capture_call(
 
 
 def _put_back(lists: list[list[Any]], given: list[list[Any]]) -> list[int]:
-    """Put back the items that a forward took from the fronts of ``lists``. Returns the lengths without them.
+    """Put back the items that a forward took from the fronts of ``lists``.
 
-    Returns an empty list if no item was taken. ``given``: the former items of each list.
+    Returns the length of each list without these items; an empty list if no item was taken. ``given``: the
+    former items of each list.
     """
     lengths = list(map(len, lists))
     if not any(map(operator.ne, lengths, map(len, given))):

@@ -66,8 +66,8 @@ from sdfastgn.patches.swap.class_forward import MethodEntry, class_forward
 # Maximum number of graphs of one module for calls with gradients.
 _MAX_TRAINING_GRAPHS = 4
 
-# Number of times that a call is tried if other code replaces functions that the call runs meanwhile. After
-# that, the call runs the model's code without graphs and without sdfastgn's kernels.
+# If other code replaces functions of the model during a call, the call starts again, at most this number of
+# times. After that, the call runs the model's code without graphs and without sdfastgn's kernels.
 _MAX_CHANGES = 4
 
 # Held while a ``GraphedForward`` makes the object that runs its calls as plans (rewritten traces of the
@@ -569,7 +569,8 @@ class GraphedForward(MethodEntry):
     def _knowing(self, current: _Current) -> Any:
         """A context for calls with copies of the arguments of ``current``.
 
-        How many keys the attention masks hide was counted in the originals, so the copies are not read.
+        A plan depends on how many keys an attention mask hides. In the context, plans use the numbers that
+        were counted in the original masks, and do not read the copies.
         """
         return current.forward.knowing(current.call) if self._needs_plan else contextlib.nullcontext()
 
