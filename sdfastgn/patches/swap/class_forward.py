@@ -87,7 +87,7 @@ class MethodEntry(InstanceEntry):
         if vars(module).get(self.method) is self and not self.replaces_entry:
             del vars(module)[self.method]
         # A hook of another library may have kept this object, in order to call it or to put it back later.
-        # There the method of the class replaces it.
+        # So the method of the class replaces this object in such hooks too.
         replace_kept(module, self, class_forward(module, self.method))  # type: ignore[arg-type]
         unguard(module)
 
