@@ -32,8 +32,8 @@ class Checked(InstanceEntry):
     blocks would not call the replacements, the call runs without fused blocks. If memory is short, merged
     weights are freed, and the call is made again.
 
-    ``compares``: False if no part of the module is fused. Then calls look for replaced functions only if
-    parts are fused at a later call that merges new adapters.
+    ``compares``: False if no part of the module is fused. Then a call looks for replaced functions only once
+    new adapters were merged and a part is fused.
     """
 
     __slots__ = ("_call", "_states")

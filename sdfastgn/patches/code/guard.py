@@ -39,7 +39,7 @@ class Guard:
         self._freeze()
 
     def see(self, root: nn.Module) -> None:
-        """Also record the code on which calls of ``root`` depend now. Call this only if ``same()``."""
+        """Also record the code on which calls of ``root`` depend now. ``same()`` must still be True."""
         before = len(self._reach.entries), len(self._reach.functions)
         self._reach.see_model(root)
         if before != (len(self._reach.entries), len(self._reach.functions)):
@@ -50,7 +50,8 @@ class Guard:
         try:
             return (
                 # Each of ``_getters`` returns a tuple with the present values of all names in one namespace.
-                # Comparing two tuples takes one call of C code. Equal objects need not be the same object.
+                # Comparing two tuples takes one call of C code. A name whose value was replaced by an equal
+                # object counts as unchanged.
                 all(map(operator.eq, map(_call, self._getters, self._namespaces), self._values))
                 and all(map(_call, self._without, self._missing))
                 and list(map(_inside, self._functions)) == self._insides

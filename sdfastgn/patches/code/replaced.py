@@ -83,7 +83,8 @@ def _is_honoured(entry: Entry) -> bool:
 def _is_foreign(entry: Entry) -> bool:
     """True if the value of ``entry`` is a function or class that other code has put there.
 
-    Such a value comes from an unknown package, or is a method of another class than the class with this name.
+    Such a value was written in an unknown package, or is a method that was written in another class than the
+    class that has it now.
     """
     value = entry.value
     if value is MISSING or isinstance(value, types.ModuleType) or not _is_callable(value):
