@@ -39,9 +39,9 @@ def known_base(cls: type) -> type[nn.Module] | None:
 
 
 def kind_of(cls: type) -> str | None:
-    """Returns ``CAST`` or ``NORM_ACT`` if ``cls`` defines one of the known ``forward``s.
+    """Returns ``CAST`` or ``NORM_ACT``, for what the ``forward`` does that ``cls`` defines.
 
-    ``cls`` must be a direct subclass of ``nn.GroupNorm``. None for all other classes.
+    None if this ``forward`` is not known, or if ``cls`` is no direct subclass of ``nn.GroupNorm``.
     """
     forward = vars(cls).get("forward")
     if cls.__bases__ != (nn.GroupNorm,) or not isinstance(forward, types.FunctionType):
