@@ -63,8 +63,8 @@ def enter(conv: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         return None
     if dispatch.has_kernels(args[0]):
         return (args[0].contiguous(memory_format=torch.channels_last), *args[1:])
-    # Inside the context ``stock_code`` kernels are off, but only for a while. Then the weights stay as they
-    # are, because CUDA graphs of the optimized model read them.
+    # In the context ``stock_code`` kernels are off for a while. There the weights keep their layout, because
+    # CUDA graphs of the optimized model read them.
     if _STOCK_LAYOUT in conv.__dict__ and not (torch.compiler.is_compiling() or dispatch.is_stock_code()):
         _lay_out_as_stock(conv)
     return None
