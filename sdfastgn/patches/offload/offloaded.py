@@ -254,8 +254,8 @@ def _unchanged(root: nn.Module, weights: dict[int, nn.Parameter]) -> dict[int, T
         if key in weights
         and _may_be_copy(weights[key], home)
         and weights[key].device == kept.sums.device
-        # Without sdfastgn, the returned weight would be an inference tensor only in inference mode. So
-        # outside of inference mode an inference tensor in main memory must not become the weight.
+        # A weight that PyTorch moves to main memory is an inference tensor only in inference mode. So outside
+        # of inference mode, kept memory that is an inference tensor must not become the weight.
         and (not home.is_inference() or torch.is_inference_mode_enabled())
     }
     if not still or not dispatch.is_on():
@@ -297,8 +297,8 @@ def _destination(fn: Callable[[Tensor], Tensor], weights: Collection[Tensor]) ->
 def _values(count: int, dtype: torch.dtype) -> Tensor:
     """Values (count,) of ``dtype`` that show whether a function is a plain copy.
 
-    Their bits are mixed, so most other functions change them. A floating dtype that has an infinity and a NaN
-    has both among them.
+    The values differ in all bits, so a function that does not only copy changes some of them. If ``dtype``
+    has an infinity and a NaN, both are among the values.
     """
     if dtype is torch.bool:
         return torch.arange(count) % 2 == 0
