@@ -66,8 +66,8 @@ from sdfastgn.patches.swap.class_forward import MethodEntry, class_forward
 # Maximum number of graphs of one module for calls with gradients.
 _MAX_TRAINING_GRAPHS = 4
 
-# If other code replaces functions of the model during a call, the call starts again, at most this number of
-# times. After that, the call runs the model's code without graphs and without sdfastgn's kernels.
+# If other code replaces functions of the model during a call, the call starts again. After this number of
+# attempts, the call runs the model's code without graphs and without sdfastgn's kernels.
 _MAX_CHANGES = 4
 
 # Held while a ``GraphedForward`` makes the object that runs its calls as plans (rewritten traces of the
