@@ -297,8 +297,8 @@ def _destination(fn: Callable[[Tensor], Tensor], weights: Collection[Tensor]) ->
 def _values(count: int, dtype: torch.dtype) -> Tensor:
     """Values (count,) of ``dtype`` that show whether a function is a plain copy.
 
-    The values differ in all bits, so a function that does not only copy changes some of them. If ``dtype``
-    has an infinity and a NaN, both are among the values.
+    The bytes differ from each other, so that most functions that do not only copy change some of them. If
+    ``dtype`` has an infinity and a NaN, both are among the values.
     """
     if dtype is torch.bool:
         return torch.arange(count) % 2 == 0
