@@ -28,20 +28,20 @@ CALL = "_call_impl"
 class Checked(InstanceEntry):
     """Replaces ``_call_impl`` of its module, and so runs at each call of the module.
 
-    New adapters are merged into the weights. While other code has replaced functions that fused blocks would
-    ignore, the call runs without fused blocks. If memory is short, merged weights are freed, and the call is
-    made again.
+    New adapters are merged into the weights. If other code has replaced functions of the model, and fused
+    blocks would not call the replacements, the call runs without fused blocks. If memory is short, merged
+    weights are freed, and the call is made again.
 
-    ``compares``: False if nothing in the module is fused. Then calls look for replaced functions only after
-    adapters were merged.
+    ``compares``: False if no part of the module is fused. Then a call looks for replaced functions only once
+    new adapters were merged and a part is fused.
     """
 
     __slots__ = ("_call", "_states")
 
     def __init__(self, module: nn.Module, compares: bool = True) -> None:
         super().__init__(module)
-        # The method is read here, because torch.compile cannot read it from a class that diffusers has marked
-        # with ``allow_in_graph``.
+        # ``_call_impl`` is read now and not at each call, because torch.compile, when it traces a call,
+        # cannot read it from a class that diffusers has marked with ``allow_in_graph``.
         self._call = type(module)._call_impl
         self._states = States(module) if compares else None
 

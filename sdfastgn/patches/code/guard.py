@@ -1,9 +1,9 @@
 """Finds out whether the code that a model depends on has changed since it was read.
 
-The comparison asks whether each name still has the value that ``reach.py`` has found: functions, classes,
-modules, numbers and flags. It also looks into the functions: after ``f.__code__ = ...``, the name ``f`` still
-has the same function as its value. The loops run in C: the 535 names of SD1.5's UNet take 0.15 ms on an
-H200's host.
+``reach.py`` finds the names that the code reads, and their values: functions, classes, modules, numbers and
+flags. The comparison asks whether each name still has this value. It also compares the code and defaults of
+each function, because after ``f.__code__ = ...`` the name ``f`` still has the same function as its value. The
+loops run in C: the 535 names of SD1.5's UNet take 0.15 ms on an H200's host.
 """
 
 from __future__ import annotations
@@ -34,29 +34,30 @@ class Guard:
         return self._reach.compared()
 
     def forget(self, entries: Iterable[Entry]) -> None:
-        """Stop comparing the names ``entries``."""
+        """Let changes of the recorded names ``entries`` go unnoticed from now on."""
         self._reach.forget(entries)
         self._freeze()
 
     def see(self, root: nn.Module) -> None:
-        """Also record the code on which calls of ``root`` depend now. Before, ``same`` must be True."""
+        """Also record the code on which calls of ``root`` depend now. ``same()`` must still be True."""
         before = len(self._reach.entries), len(self._reach.functions)
         self._reach.see_model(root)
         if before != (len(self._reach.entries), len(self._reach.functions)):
             self._freeze()
 
     def same(self) -> bool:
-        """True if no part of the code has been replaced since it was added."""
+        """True if no part of the recorded code has been replaced since it was recorded."""
         try:
             return (
-                # A getter returns a tuple with the present values of all names in one namespace. Tuples are
-                # compared in C, and equal objects that are not the same count as equal.
+                # Each of ``_getters`` returns a tuple with the present values of all names in one namespace.
+                # Comparing two tuples takes one call of C code. A name whose value was replaced by an equal
+                # object counts as unchanged.
                 all(map(operator.eq, map(_call, self._getters, self._namespaces), self._values))
                 and all(map(_call, self._without, self._missing))
                 and list(map(_inside, self._functions)) == self._insides
                 and all(map(operator.is_, map(content_of, self._cells), self._contents))
             )
-        except Exception:  # a name was removed, or a user's ``__eq__`` has raised
+        except Exception:  # raised because a name was removed, or raised by the ``__eq__`` of a user's class
             return False
 
     def changed(self) -> list[Entry]:
@@ -65,7 +66,7 @@ class Guard:
         return [entry for entry, value in found if _differs(entry.value, value)]
 
     def changed_inside(self) -> list[str]:
-        """The functions whose code, defaults or closure was replaced, in words."""
+        """Messages that name the recorded functions whose code, defaults or closure was replaced."""
         inside = [f for f, before in self._inside_of if _differs(before, _inside(f))]
         closures = [f for f, cell, before in self._content_of_cells if content_of(cell) is not before]
         return [
@@ -80,7 +81,7 @@ class Guard:
         present = {k: [e for e in entries if e.value is not MISSING] for k, entries in groups.items()}
         absent = {k: [e for e in entries if e.value is MISSING] for k, entries in groups.items()}
         found = [entries for entries in present.values() if entries]
-        # The first name is passed twice, because itemgetter of only one name would return no tuple.
+        # Each itemgetter gets its first name twice, because with only one name it would return no tuple.
         self._getters = [operator.itemgetter(e[0].name, *(each.name for each in e)) for e in found]
         self._namespaces = [entries[0].namespace for entries in found]
         self._values = [(e[0].value, *(each.value for each in e)) for e in found]
@@ -89,7 +90,7 @@ class Guard:
         self._missing = [frozenset(each.name for each in entries) for entries in lacking]
         functions = list(self._reach.functions.values())
         self._inside_of = [(function, _inside(function)) for function in functions]
-        # A variable that the function itself sets may be a counter, so it is not compared.
+        # A variable of a closure that the function itself sets may be a counter, so it is not compared.
         self._content_of_cells = [
             (function, cell, content_of(cell))
             for function in functions
@@ -105,5 +106,5 @@ def _differs(before: Any, now: Any) -> bool:
     """True if ``now`` is neither ``before`` nor equal to it."""
     try:
         return before is not now and (MISSING in (before, now) or bool(before != now))
-    except Exception:  # comparing tensors, for instance, gives no bool
+    except Exception:  # some objects cannot be compared: tensors with several elements, for instance
         return True

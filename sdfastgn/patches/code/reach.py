@@ -38,9 +38,11 @@ _OPERATORS = frozenset(
     if each.startswith("__") and callable(getattr(operator, each))
     for name in (each, f"__r{each[2:]}")
 )
-# A dict with more entries is not taken for a table of functions, so its entries are not compared.
+# A dict with more than _MAX_TABLE entries is not taken for a table of functions, so its entries are not
+# compared.
 _MAX_TABLE = 64
-# Number of levels to which objects in attributes of objects are searched for code.
+# A module's attribute may hold an object with attributes, which hold objects, and so on. Code is searched for
+# in objects down to this number of levels.
 _DEPTH = 3
 # Types of most attributes of modules. Their code cannot be replaced.
 BUILTIN = frozenset(
@@ -83,18 +85,20 @@ class Reach:
         # A pair for each global that code sets: (id of the dict of globals, name).
         self._stored: set[tuple[int, str]] = set()
         self._packages = set(_READ)
-        # False while a function of an unknown package is read: it has replaced a function of the model.
+        # False while the bytecode of a function from an unknown package is read. Other functions from unknown
+        # packages that this bytecode names are not read.
         self._is_in_model = True
         self._attributes: set[str] = set()
         self._classes: dict[type, None] = {torch.Tensor: None}
         self._settled = (0, 0)
 
     def see_model(self, root: nn.Module) -> None:
-        """Add the functions that calls of ``root`` run without fused blocks, and all names that they read."""
+        """Record the functions that calls of ``root`` run without fused blocks, and the names they read."""
         for module in root.modules():
             self._classes[type(module)] = None
             self._packages |= {package_of(type(module).__module__)} - _NOT_READ
-            # The values are copied first, because other threads may add attributes during the loop.
+            # The values of the module's attributes are copied into a list, because another thread may add
+            # attributes during the loop.
             for value in list(vars(module).values()):
                 self._see_object(value, _DEPTH)
         self._settle()
@@ -108,7 +112,7 @@ class Reach:
         return [e for e in list(self.entries.values()) if (id(e.holder), e.name) not in self._stored]
 
     def forget(self, entries: Iterable[Entry]) -> None:
-        """Stop comparing the names ``entries``."""
+        """Leave the names ``entries`` out of the results of ``compared`` from now on."""
         self._stored |= {(id(entry.holder), entry.name) for entry in entries}
 
     def _see_object(self, value: Any, depth: int) -> None:
@@ -121,7 +125,8 @@ class Reach:
         if kind in BUILTIN or isinstance(value, (nn.Module, torch.Tensor)):
             return
         function = function_in(value)
-        # Which function an attribute of a module holds is compared elsewhere (``graphs/watch.py``).
+        # An attribute of a module may hold a function. ``graphs/watch.py`` compares whether it is still the
+        # same function, so here only the function's code is read.
         if function is not None:
             self._read_function(function)
         elif package_of(kind.__module__) not in _NOT_READ:
@@ -131,7 +136,7 @@ class Reach:
                 self._see_object(inner, depth - 1)
 
     def _settle(self) -> None:
-        """Add the methods that the code found so far names, until nothing new is found."""
+        """Read the methods whose names occur in code that was read, until no further method is found."""
         while self._settled != (now := (len(self._attributes), len(self._classes))):
             self._settled = now
             for kind in list(self._classes):
@@ -209,7 +214,7 @@ class Reach:
             value = content_of(cells[first])
         elif first in names:
             value = self._see_entry(names, first, str(names.get("__name__")))
-        else:  # the name is a builtin, such as ``len``
+        else:  # the chain begins with the name of a builtin, such as ``len``
             return
         for part in rest:
             if isinstance(part, Item):
@@ -236,7 +241,8 @@ class Reach:
         return MISSING
 
 
-# The flag of classes that Python code has defined. Attributes of other classes cannot be replaced.
+# The bit in ``__flags__`` of classes that Python code has defined. Attributes of all other classes cannot be
+# replaced.
 _IS_HEAP_TYPE = 1 << 9
 
 

@@ -50,7 +50,8 @@ def names_in(code: types.CodeType) -> Names:
     attributes: set[str] = set()
     stored: set[str] = set()
     chain: tuple[Any, ...] = ()
-    # A tuple with the constant that the bytecode loads directly after ``chain``: it may be the key of a dict.
+    # ``key`` is (constant,) if the bytecode has just loaded a constant after the value of ``chain``, else ().
+    # The constant is the key of a dict if BINARY_SUBSCR follows.
     key: tuple[Any, ...] = ()
     for instruction in dis.get_instructions(code):
         op, value = instruction.opname, instruction.argval

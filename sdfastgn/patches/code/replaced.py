@@ -29,7 +29,7 @@ OWN = sys.stdlib_module_names | {
     "comfy",
     "sdfastgn",
 }
-# Functions that were written in C. They may lack the name of their module.
+# Classes of functions that were written in C. Such a function may not have the name of its Python module.
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 # Fused forwards call these functions by name, as diffusers' own forwards do. So they also call a replacement.
 _CALLED_BY_FUSED = ((vars(F), "scaled_dot_product_attention"),)
@@ -81,9 +81,10 @@ def _is_honoured(entry: Entry) -> bool:
 
 
 def _is_foreign(entry: Entry) -> bool:
-    """True if other code has replaced the function or class that ``entry`` names.
+    """True if the value of ``entry`` is a function or class that other code has put there.
 
-    The value then comes from an unknown package, or is a method of another class.
+    Such a value was written in an unknown package, or is a method that was written in another class than the
+    class that has it now.
     """
     value = entry.value
     if value is MISSING or isinstance(value, types.ModuleType) or not _is_callable(value):
@@ -116,7 +117,7 @@ def _written_in(value: Any) -> str:
     """The Python module in which the code of ``value`` was written."""
     function = function_in(value)
     if function is not None:
-        # ``__module__`` may be copied from another function, by functools.wraps.
+        # The function's ``__module__`` is not used: functools.wraps may have copied it from another function.
         return str(function.__globals__.get("__name__"))
     if isinstance(value, _BUILT_IN):
         return "torch"

@@ -48,7 +48,8 @@ _CHANGING = frozenset(
 # types and texts.
 _STATELESS = frozenset(("einops", "numpy", "packaging", "torchvision", "typing_extensions"))
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
-# A container with more items is not taken for a table of constants, because comparing it takes long.
+# A container with more than _MAX_ITEMS items is not taken for a table of constants, because comparing its
+# items takes long.
 _MAX_ITEMS = 10_000
 _BOUND = (types.MethodType, types.BuiltinFunctionType)
 _Cached = type(functools.cache(lambda: None))
@@ -87,7 +88,7 @@ class CodeState:
 
     def __init__(self, root: nn.Module, known: Collection[str]) -> None:
         self._known = {*known, *_STATELESS}
-        # A tuple for each container: (its name for messages, the container, its items).
+        # A tuple for each recorded container: (its name for messages, the container, its items).
         self._contents: list[tuple[str, Any, list[Any]]] = []
         # (id of the dict of a module, the name of a global in it) -> (the dict, the global's value)
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
@@ -99,7 +100,7 @@ class CodeState:
         self.reason = next(self._reasons(root, reach), None)
 
     def change(self) -> str:
-        """The name of the first container with other items, or global with another value; empty if none."""
+        """The name of a container or global that has changed since it was recorded; empty if none has."""
         items = (name for name, container, items in self._contents if not _has(container, items))
         others = (
             f"{names.get('__name__')}.{name}"
@@ -109,7 +110,7 @@ class CodeState:
         return next(items, "") or next(others, "")
 
     def same(self) -> bool:
-        """True if the recorded containers have their former items, and globals their former values."""
+        """True if no container and no global has changed since it was recorded."""
         return all(_has(container, items) for _, container, items in self._contents) and all(
             names.get(name) is value for (_, name), (names, value) in self._globals.items()
         )
@@ -175,12 +176,15 @@ class CodeState:
                 yield from self._judged(value, f"the global {first} of {function.__module__}")
 
     def _judged(self, value: Any, name: str) -> Iterator[str]:
-        """Yields a reason if ``value`` could change unnoticed. ``name``: what messages call the value."""
+        """Yields a message if ``value`` could change unnoticed. The message calls ``value`` ``name``."""
         if not self._is_noticed(value, name):
             yield f"code of the model reads {name}, which may change"
 
     def _is_noticed(self, value: Any, name: str) -> bool:
-        """True if ``value`` cannot change, or if its changes are noticed. Records the items of containers."""
+        """True if ``value`` cannot change, or if this object will notice its changes.
+
+        The items of a container are recorded for this.
+        """
         if isinstance(value, functools.partial):
             parts = [value.func, *value.args, *value.keywords.values()]
             return all(self._is_noticed(part, name) for part in parts)

@@ -53,7 +53,7 @@ class _State:
             self.replaced += [*ignored(before.guard.changed()), *before.guard.changed_inside()]
 
     def same(self, root: nn.Module | None) -> bool:
-        """True if the code is still as it was. If ``root`` has new adapters, their code is added."""
+        """True if no recorded code has changed. If ``root`` has new adapters, their code is recorded too."""
         if not self.guard.same():
             return False
         if root is not None and self._adapters != _adapters_of(root):
@@ -61,7 +61,7 @@ class _State:
         return True
 
     def see(self, root: nn.Module) -> None:
-        """Add the code on which calls of ``root`` depend now, for instance code of new adapters."""
+        """Also record the code on which calls of ``root`` depend now, for instance code of new adapters."""
         self._adapters = _adapters_of(root)
         self.guard.see(root)
         self.replaced += [name for name in replaced_in(self.guard.entries) if name not in self.replaced]

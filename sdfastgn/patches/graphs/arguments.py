@@ -178,8 +178,8 @@ class Call:
         elif number is not None:
             if kind is Tensor and value.device.type == "cpu" and value.dim() == 0:
                 return self._slot(value.item(), _Spec((), (), value.dtype), tokens)
-            # diffusers' forward would turn the number into a tensor of the same dtype. The forward accepts
-            # NumPy's integers and ``np.float64``, and raises an error for NumPy's other numbers.
+            # A number becomes a tensor of the dtype to which diffusers' forward would convert it. The forward
+            # accepts NumPy's integers and ``np.float64``, and raises an error for NumPy's other numbers.
             if is_number(value) and isinstance(value, (float, Integral)):
                 dtype = number.float_dtype if isinstance(value, float) else torch.int64
                 spec = _Spec((), (), dtype)
@@ -223,10 +223,10 @@ def is_plain(kind: type) -> bool:
 
 
 def _strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of ``tensor``, by which calls are compared.
+    """The strides of ``tensor``, for the comparison of calls.
 
-    The stride of a batch of 1 has no effect. It is replaced by that of a tensor that is no view of a larger
-    one, so that a view with batch 1 compares equal.
+    The stride of a batch of 1 has no effect, and may differ if ``tensor`` is a view of a larger tensor. So it
+    is replaced by the stride that a tensor of this shape has if it is no view.
     """
     strides = tensor.stride()
     if not strides or len(tensor) != 1:
@@ -237,7 +237,8 @@ def _strides_of(tensor: Tensor) -> tuple[int, ...]:
 def _like(spec: _Spec, device: torch.device | None) -> Tensor:
     if spec.is_lazy:
         raise Unsupported("a tensor is a lazy conjugate or negative")
-    # An expanded dimension has stride 0: all its elements share the memory of one, which is allocated here.
+    # An expanded dimension has stride 0: all its elements share the memory of one element. Only the memory of
+    # this element is allocated, and the new tensor is expanded too.
     once = [1 if stride == 0 else n for n, stride in zip(spec.shape, spec.stride, strict=True)]
     return torch.empty_strided(once, spec.stride, dtype=spec.dtype, device=device).expand(spec.shape)
 
@@ -294,7 +295,8 @@ def mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
         return kind([mapped(item, fn) for item in value])
     if kind is dict:
         return {key: mapped(item, fn) for key, item in value.items()}
-    # The output of a model of diffusers (a BaseOutput) is both a dataclass and a dict.
+    # A model of diffusers may return a BaseOutput, which is both a dataclass and a dict. The new one is built
+    # from the fields of the dataclass.
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         names = [field.name for field in dataclasses.fields(kind)]
         return kind(**{name: mapped(getattr(value, name), fn) for name in names})

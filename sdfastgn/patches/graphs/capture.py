@@ -59,7 +59,10 @@ class AnyGraph(Protocol):
 
     @staticmethod
     def warm_up(module: nn.Module, buffers: list[Tensor], run: Callable[[], Any]) -> None:
-        """Run eagerly what the constructor captures: it compiles kernels, and cuDNN chooses algorithms."""
+        """Run eagerly what the constructor captures, so that its kernels are compiled before the capture.
+
+        cuDNN chooses its algorithms in this run too.
+        """
 
     def run(self, call: Call, backend: Backend) -> Any:
         """Replay the graph with the arguments of ``call``, and return a copy of its output."""
@@ -194,11 +197,11 @@ def capture_call(
             raise Unsupported("its forward changes the lists or dicts that it is given")
         return output
 
-    watch = watch_of_now()  # raises before a warm-up, which could change a model that cannot be watched
+    watch = watch_of_now()  # raises for a model that cannot be watched, before a warm-up could change it
     if not is_warm:
         with backend.ordered():
             kind.warm_up(module, buffers, run)
-        watch = watch_of_now()  # the warm-up may have filled caches in the model
+        watch = watch_of_now()  # a new record of the model, because the warm-up may have filled its caches
     with backend.ordered(), backend.allocating():
         watch.factors.allocate(call.device)  # type: ignore[arg-type]
     versions, writes, graph = [buffer._version for buffer in buffers], watch.writes(), None
@@ -220,9 +223,10 @@ def capture_call(
 
 
 def _put_back(lists: list[list[Any]], given: list[list[Any]]) -> list[int]:
-    """Put back the items that a forward took from the fronts of ``lists``. Returns the lengths without them.
+    """Put back the items that a forward took from the fronts of ``lists``.
 
-    Returns an empty list if no item was taken. ``given``: the former items of each list.
+    Returns the length of each list without these items; an empty list if no item was taken. ``given``: the
+    former items of each list.
     """
     lengths = list(map(len, lists))
     if not any(map(operator.ne, lengths, map(len, given))):
@@ -352,7 +356,7 @@ class CudaBackend:
     def rehearse(self, fn: Callable[[], Any]) -> None:
         def call() -> None:
             fn()
-            # This loads the code of algorithms for matrix products. Other threads compile kernels meanwhile.
+            # While other threads compile kernels, ``load_algorithms`` loads code of matrix products.
             load_algorithms()
 
         with torch.cuda.device(self._device), chosen_after():
@@ -397,7 +401,8 @@ class CudaBackend:
             # ends this state.
             self._pool = None
             if not end_pool(self._device.index, pool):
-                # The allocator knows already that the capture has ended. The graph will free its memory pool.
+                # If ``end_pool`` returns False, the allocator has stopped already, or this version of PyTorch
+                # cannot stop it. The pool is freed with the graph.
                 return
             # The graph is kept alive, because the allocator of pinned memory has a callback that reads the
             # graph.
@@ -439,7 +444,7 @@ class CudaBackend:
         # The cache of PyTorch's allocator does not count as free here. But it is nearly empty, because
         # ``capture`` has just emptied it.
         free, total = torch.cuda.mem_get_info(self._device)
-        # The user may have set a limit with ``torch.cuda.set_per_process_memory_fraction``.
+        # ``torch.cuda.set_per_process_memory_fraction`` may limit how much memory this process may allocate.
         allowed = torch.cuda.get_per_process_memory_fraction(self._device) * total
         return min(free, allowed - torch.cuda.memory_reserved(self._device)) >= self.memory()
 
@@ -478,7 +483,7 @@ def _renew_locks() -> None:
         backend.lock = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):  # Windows has no fork and lacks this function
+if hasattr(os, "register_at_fork"):  # Windows has no fork, and so no ``os.register_at_fork``
     os.register_at_fork(after_in_child=_renew_locks)
 
 

@@ -67,7 +67,7 @@ class Place(NamedTuple):
         return f"{self.name} changed from {before} to {after}"
 
     def noun(self, key: Any) -> str:
-        """Words for the item ``key``, such as "parameter weight of conv_in"."""
+        """Words for the item ``key`` of the container, such as "parameter weight of conv_in"."""
         if self.kind in ("item", "LoRA scale"):
             return self.child(key)
         if self.kind == "module":
@@ -113,7 +113,7 @@ def changed(noun: str, old: Any, new: Any) -> str:
 
 def joined(name: str, key: Any) -> str:
     """The dotted path of the attribute ``key`` of the object at the path ``name``."""
-    key = "config" if key == "_internal_dict" else key  # diffusers' property ``config`` returns this dict
+    key = "config" if key == "_internal_dict" else key  # users read ``_internal_dict`` as ``model.config``
     return f"{name}.{key}" if name else str(key)
 
 

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sdfastgn.kernels.common.private import expiring, is_expired, version_of
 from sdfastgn.patches.graphs.changes import Place, changed, difference_of, tensor_in_words
 
-# Python 3.10 has no operator.call.
+# Python 3.10 has no operator.call, so there a lambda calls the function.
 _call: Callable[..., Any] = getattr(operator, "call", lambda function, argument: function(argument))
 _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 _content_of = operator.attrgetter("cell_contents")
@@ -82,8 +82,8 @@ class _Containers:
     def freeze(self) -> None:
         self._sizes = list(map(len, self._items))
         self._kept = list(chain.from_iterable(self._items))
-        # False if another thread changed a container while this method read the containers. Then nothing says
-        # which item was in which container, and ``difference`` cannot name what changed.
+        # ``_is_aligned`` is False if another thread changed a container while this method read them all.
+        # Then it is not known which item was in which container, and ``difference`` cannot name what changed.
         self._is_aligned = sum(self._sizes) == len(self._kept)
 
     def difference(self) -> str | None:
@@ -165,7 +165,7 @@ class Attributes:
         self._skipped.append(skipped)
         self._getters.append(self._getter_of.setdefault(keys, operator.itemgetter(*keys)))
         names = [key for key in keys if isinstance(attributes[key], dict) and key not in self._plain_dicts]
-        if names:  # names[0] is passed twice, because itemgetter of only one name would return no tuple
+        if names:  # itemgetter gets names[0] twice, because with only one name it would return no tuple
             self._holders.append(attributes)
             self._dict_getters.append(operator.itemgetter(names[0], *names))
 
@@ -231,7 +231,7 @@ class Cells:
 
 
 class _Tensors:
-    """Base class: keeps tensors and their names."""
+    """Base class: keeps the tensors that a subclass compares, and their names for messages."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []

@@ -194,7 +194,10 @@ class Factors:
         self._memory: tuple[Tensor, ...] = ()
 
     def add(self, path: str, module: nn.Module) -> tuple[str, ...]:
-        """Register the attributes of ``module`` that are inputs of graphs, and return their names."""
+        """Add the attributes of ``module`` that are factors to this object, and return their names.
+
+        A factor is a number that CUDA graphs read from memory.
+        """
         reader, attributes = _reader_of(module), vars(module)
         names = () if reader is None else reader.attributes
         found = tuple(name for name in names if _are_numbers(attributes.get(name)))
@@ -262,7 +265,7 @@ class Factors:
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
-        """A context, for a capture, in which a ``Factor`` replaces the number in each registered attribute.
+        """A context, for a capture, in which a ``Factor`` replaces each number in the added attributes.
 
         ``allocate`` must have been called.
         """
@@ -283,7 +286,7 @@ class Factors:
 
         def put_back() -> None:
             with contextlib.suppress(LookupError):
-                # If another thread has set a new value during the capture, this value stays.
+                # The former number is put back, unless another thread has set a new one during the capture.
                 if container[key] is factor:
                     container[key] = value
 

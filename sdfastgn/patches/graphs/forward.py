@@ -66,8 +66,8 @@ from sdfastgn.patches.swap.class_forward import MethodEntry, class_forward
 # Maximum number of graphs of one module for calls with gradients.
 _MAX_TRAINING_GRAPHS = 4
 
-# Number of times that a call is tried if other code replaces functions that the call runs meanwhile. After
-# that, the call runs the model's code without graphs and without sdfastgn's kernels.
+# If other code replaces functions of the model during a call, the call starts again. After this number of
+# attempts, the call runs the model's code without graphs and without sdfastgn's kernels.
 _MAX_CHANGES = 4
 
 # Held while a ``GraphedForward`` makes the object that runs its calls as plans (rewritten traces of the
@@ -199,8 +199,8 @@ class GraphedForward(MethodEntry):
         planner: Planner | None = None,
     ) -> None:
         super().__init__(module, method, replaces_entry)
-        # The method is read here, because torch.compile cannot read it from a class that diffusers has marked
-        # with ``allow_in_graph``.
+        # The method is read from the class now and not at each call, because torch.compile, when it traces a
+        # call, cannot read it from a class that diffusers has marked with ``allow_in_graph``.
         self._compiled = getattr(type(module), method)
         self.scratch = scratch
         self._backend = backend
@@ -528,7 +528,7 @@ class GraphedForward(MethodEntry):
                     self._planned.replayed()
                 scale.end(module)
                 return output
-        self._rehearse(current)  # compiles kernels without the lock, so that other threads can use graphs
+        self._rehearse(current)  # compiles kernels while no lock is held, so other threads can use graphs
         raise Unsupported("first call of its kind")
 
     def _refusal(self, module: nn.Module) -> str | None:
@@ -569,12 +569,16 @@ class GraphedForward(MethodEntry):
     def _knowing(self, current: _Current) -> Any:
         """A context for calls with copies of the arguments of ``current``.
 
-        How many keys the attention masks hide was counted in the originals, so the copies are not read.
+        A plan depends on how many keys an attention mask hides. In the context, plans use the numbers that
+        were counted in the original masks, and do not read the copies.
         """
         return current.forward.knowing(current.call) if self._needs_plan else contextlib.nullcontext()
 
     def _make_room(self) -> None:
-        """Make room in the store for one more graph, or raise Unsupported."""
+        """Drop the least recently used graphs, so that there is room for one more.
+
+        A subclass may keep all graphs and raise Unsupported instead.
+        """
         self._store.make_room()
 
     # ---- steps of a call
@@ -617,8 +621,8 @@ class GraphedForward(MethodEntry):
         if self.mode is not True:
             if policy.is_new(key):
                 policy.first_call(key)
-                # If only plans (rewritten traces) are captured, such a call has run as a plan before. So it
-                # can be captured now.
+                # The first call of a kind runs eagerly. But if a plan (rewritten trace) runs the calls, it
+                # has run eagerly before a call gets here, so the call is captured at once.
                 if not self._needs_plan:
                     return None
             policy.check_offloaded(key, module)
@@ -675,7 +679,7 @@ class GraphedForward(MethodEntry):
                 )
                 graph.kept = getattr(current.forward, "plans", None)
                 self._check_code(current.as_stock)
-                # The key differs, for example, if another thread has switched off an attention of the module.
+                # The call has another key now if another thread has, say, switched off a module's attention.
                 if self._key_of(module, call) != key:
                     raise _Outdated
                 store.add(key, graph)
@@ -706,8 +710,8 @@ class GraphedForward(MethodEntry):
         with contextlib.suppress(Exception), scaled(current.scale.in_forward):
             watch = self._store.watch or self._new_watch(current)
             if watch.reason is None:
-                # ``watch`` is kept for the capture, unless layers have merged weights of adapters: it does
-                # not record the state of such layers, and later calls may merge the adapters of others.
+                # ``watch`` is kept for the capture, unless layers have merged weights of adapters. A Watch
+                # does not record the state of such layers, and other layers may have some at the capture.
                 self._rehearsed = None if current.survey.layers else watch
                 with undrawn(call.device, run):
                     backend.rehearse(run)
@@ -723,7 +727,8 @@ class GraphedForward(MethodEntry):
             self._policy.model_changed(store.replays_of_state)
             self._drop_changed(module, watch, survey.reason)
             raise _Outdated
-        # The store has another survey if another thread has captured the module meanwhile.
+        # If another thread has captured the module meanwhile, its survey of the layers with merged weights is
+        # in the store, and this call must start again.
         if store.survey not in (None, survey):
             raise _Outdated
         self._policy.check_pause()

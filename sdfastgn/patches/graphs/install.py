@@ -103,8 +103,8 @@ def set_mode(module: nn.Module, mode: str | bool, backend: Backend | None = None
         GraphedForward(module, mode, backend, own, name, scratch_of(module)).put(place)
     else:
         return
-    # This replaces the method ``_apply`` of the module, so that the graphs learn when the module is moved. In
-    # a model with convolutions, ``channels_last.py`` has replaced this method already.
+    # ``follow`` replaces the method ``_apply`` of the module, so that the graphs learn when the module is
+    # moved. In a model with convolutions, ``channels_last.py`` has replaced ``_apply`` already.
     follow(module)
 
 

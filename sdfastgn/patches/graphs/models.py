@@ -68,15 +68,15 @@ _DECODERS = {
     "diffusers.models.autoencoders.autoencoder_kl_wan.AutoencoderKLWan": Decoder(
         768 * 768, "_decode", _CACHES
     ),
-    # An image with more than 512 x 1024 pixels runs eagerly. With tiling, the decoder is called for each
-    # tile, and these calls become graphs.
+    # HunyuanImage: an image with more than 512 x 1024 pixels is decoded eagerly. With tiling, the decoder is
+    # called for each tile, and these calls become graphs.
     "diffusers.models.autoencoders.autoencoder_kl_hunyuanimage.HunyuanImageDecoder2D": Decoder(
         512 * 1024, scale=32
     ),
-    # Calls for more than 25 frames (4 frames of latents) with 512 x 704 pixels run eagerly. With tiling, the
-    # decoder is called for each tile of a larger video, and these calls become graphs.
+    # LTX-Video: more than 25 frames (4 frames of latents) with 512 x 704 pixels are decoded eagerly. With
+    # tiling, the decoder is called for each tile of a larger video, and these calls become graphs.
     "diffusers.models.autoencoders.autoencoder_kl_ltx.LTXVideoDecoder3d": Decoder(4 * 512 * 704, scale=32),
-    # Calls for more than 17 frames (3 frames of latents) with 480 x 832 pixels run eagerly.
+    # Cosmos: more than 17 frames (3 frames of latents) with 480 x 832 pixels are decoded eagerly.
     "diffusers.models.autoencoders.autoencoder_kl_cosmos.CosmosDecoder3d": Decoder(3 * 480 * 832, scale=8),
     # The decoders of HunyuanVideo and of HunyuanImage's refiner run eagerly, except in calls for one tile of
     # 256 x 256 pixels with one frame of latents. A call with more frames, or with 512 x 512 pixels, keeps the
@@ -122,7 +122,7 @@ _TRAINED = {
     "diffusers.models.unets.unet_2d_condition.UNet2DConditionModel",
     "diffusers.models.controlnets.controlnet.ControlNetModel",
 }
-# Full name of the class -> its arguments that are factors: numbers that are inputs of graphs
+# Full name of a class -> its arguments that are factors: numbers that are inputs of graphs
 # (``factors.py``).
 _FACTORS: dict[str, dict[str, Number]] = {
     "diffusers.models.controlnets.controlnet.ControlNetModel": {

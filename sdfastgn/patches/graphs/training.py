@@ -88,9 +88,9 @@ class TrainingGraph:
     """
 
     gradients: ClassVar[Any] = torch.enable_grad
-    # False: numbers such as the scale of an IP-Adapter are constants here, and no inputs of the graph. A call
-    # writes new inputs before it finds out that the backward of the last replay has not run yet. That
-    # backward would then read the new values.
+    # Numbers in attributes, such as the scale of an IP-Adapter, are constants of graphs with gradients. If
+    # they were inputs, a call would write new values into memory before it finds out that the backward of the
+    # last replay has not run yet. This backward would then read the new values.
     has_factors: ClassVar[bool] = False
     left: list[int]
     kept: Any
@@ -104,8 +104,8 @@ class TrainingGraph:
         self._parameters = list(module.parameters())
         self._trained = _trained(module)
         self._places = [place for place, buffer in enumerate(buffers) if buffer.requires_grad]
-        # In a memory pool that other graphs use too, one of them could overwrite what the forward has saved
-        # for the backward.
+        # The two graphs of a call have a memory pool of their own. In a shared pool, other graphs could
+        # overwrite what the forward has saved for the backward.
         pool = backend.new_pool()
         with _aliased(module, self._trained) as trained, _checkpointed(module):
             self._forward = backend.capture(run, pool)
@@ -199,8 +199,8 @@ class TrainingGraph:
                 self._forward.replay()
             turn.is_done = True
             self._backward.replay()
-            # Autograd gives no gradient to a parameter on which none of the outputs with a received gradient
-            # depends. The graph has computed zeros for it.
+            # A parameter gets None as its gradient, as from autograd, if no output that has received a
+            # gradient depends on the parameter. The graph has computed zeros for such a parameter.
             left_out = {place for place, grad in enumerate(kept) if grad is None}
             grads = self._backward.output
             if left_out:

@@ -198,9 +198,9 @@ class Watch:
         for weight in () if survey is None else survey.parameters:
             self._memory.add(weight, "merged weights of adapters")
         for walked in (self._seen, self._objects, self._keys, self._lora_scales, self._merged, self._apart):
-            walked.clear()  # these collections were only needed to visit all objects of the model
+            walked.clear()  # all objects of the model were visited, so the lists for the visit can be freed
         self._root_values = _own_values(root, self._unwatched_in_root)
-        if self.reason is not None:  # if a tensor is the reason, it may have no address to be read
+        if self.reason is not None:  # a tensor that forbids a capture may have no address, so none is read
             for tensors in (self._memory, self._numbers, self._writes):
                 tensors.clear()
         for comparison in self._comparisons:
@@ -330,8 +330,8 @@ class Watch:
             return []
         unwatched: tuple[str, ...] = ()
         if not is_root:
-            # The state is recorded before ``_reason_of`` is called, so that ``unchanged`` notices when a
-            # reason no longer holds.
+            # The module's state is recorded before ``_reason_of`` is called. So if there is a reason against
+            # a capture, ``unchanged`` notices when the reason no longer holds.
             self._types.add(module, path)
             unwatched = self.factors.add(path, module) if self._has_factors else ()
             unwatched += switches_of(module) if self._has_switches else ()
@@ -376,7 +376,7 @@ class Watch:
         if isinstance(value, (dict, list, set)):
             items: Any = value
             if isinstance(value, dict):
-                self._plain.add(value, None)  # this compares the keys of the dict; its values are added below
+                self._plain.add(value, None)  # iterating over the dict gives its keys; its values come below
                 items = dict.values(value)
             if not pairs:
                 self._empty.add(value, place)
@@ -385,7 +385,7 @@ class Watch:
             else:
                 self._plain.add(items, place)
         found = [(place.child(key), item) for key, item in pairs]
-        if hasattr(value, "__dict__"):  # diffusers' configs are dicts that also have attributes
+        if hasattr(value, "__dict__"):  # a dict of a subclass, such as diffusers' configs, has attributes too
             found += self._see_container(path, vars(value), "attribute")
         return found
 
@@ -399,7 +399,7 @@ def reason_of_error(error: Exception) -> str:
 
 
 class Comparison(Protocol):
-    """The methods that each of the objects has in which a ``Watch`` records one kind of state."""
+    """The methods of the objects with which a ``Watch`` compares a model. Each compares one kind of state."""
 
     def freeze(self) -> None: ...
 

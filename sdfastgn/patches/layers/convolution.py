@@ -84,7 +84,7 @@ def _fits_cudnn(conv: nn.Conv2d, x: Tensor, residual: Tensor | None) -> bool:
         and not torch.is_autocast_enabled("cuda")
         and torch.backends.cudnn.enabled
         and not (torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled())
-        and hasattr(torch, "cudnn_convolution_add_relu")  # PyTorch without cuDNN lacks this function
+        and hasattr(torch, "cudnn_convolution_add_relu")  # PyTorch without cuDNN has no fused convolutions
     )
 
 

@@ -77,7 +77,8 @@ class FusedGroupNormAct(_MadeLater):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._fast_norm:
-            # This is timm's ``forward``. A plain ``super()`` would call the ``forward`` of FusedGroupNorm.
+            # ``super(FusedGroupNorm, self)`` finds timm's ``forward``. A plain ``super()`` would find the
+            # ``forward`` of FusedGroupNorm.
             return super(FusedGroupNorm, self).forward(x)
         name = activation_of(self.act)
         drops = type(self.drop) is not nn.Identity or not is_unhooked(self.drop)
@@ -121,7 +122,8 @@ class SubclassSwap:
     """
 
     name = "group_norm_subclass"
-    # ``sources`` is empty, because ``known_norms.py`` checks the code of these classes instead.
+    # The names of methods of diffusers whose installed code must be of a tested version: none. The subclasses
+    # of GroupNorm are in other packages, and ``known_norms.py`` checks their code.
     sources: tuple[TestedSource, ...] = ()
 
     def claims(self, module: nn.Module) -> bool:

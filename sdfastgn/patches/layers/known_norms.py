@@ -39,16 +39,16 @@ def known_base(cls: type) -> type[nn.Module] | None:
 
 
 def kind_of(cls: type) -> str | None:
-    """Returns ``CAST`` or ``NORM_ACT`` if ``cls`` defines one of the known ``forward``s.
+    """Returns ``CAST`` or ``NORM_ACT``, for what the ``forward`` does that ``cls`` defines.
 
-    ``cls`` must be a direct subclass of ``nn.GroupNorm``. None for all other classes.
+    None if this ``forward`` is not known, or if ``cls`` is no direct subclass of ``nn.GroupNorm``.
     """
     forward = vars(cls).get("forward")
     if cls.__bases__ != (nn.GroupNorm,) or not isinstance(forward, types.FunctionType):
         return None
     kind = _KINDS.get(_hash(forward))
-    # The hash does not tell which object a global name refers to.
-    # The only global name that timm's code uses while ``_fast_norm`` is off is ``F``, so it is checked here.
+    # The hash does not tell which object a global name refers to. While ``_fast_norm`` is off, timm's code
+    # uses only the global ``F``, so it must be ``torch.nn.functional``.
     return None if kind == NORM_ACT and forward.__globals__.get("F") is not F else kind
 
 

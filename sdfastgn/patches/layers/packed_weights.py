@@ -117,5 +117,6 @@ def unpack(owner: nn.Module) -> None:
             for parameter in owner.parameters():
                 if parameter.device == allocation.device and start <= parameter.data_ptr() < end:
                     parameter.data = parameter.data.clone()
-    # This comes last: if an interrupt stops the loop, another call still finds the allocation and goes on.
+    # The entry of the allocation is removed last. If an interrupt stops the loop before, another call of
+    # ``unpack`` still finds the allocation and goes on.
     _allocations.pop(owner, None)

@@ -73,7 +73,7 @@ def conv_norm_act(
     weight, bias = parameters_of(conv) if can_move else (None, None)
     temb, has_bias = _project(embedding, h, bias)
     fits = temb is None or (
-        embedding.linear is not None  # a temb that was not projected may have any shape, so PyTorch adds it
+        embedding.linear is not None  # an embedding that is not projected may have any shape: PyTorch adds it
         and temb.dtype == h.dtype
         and tuple(temb.shape) == (N, 2 * C if scales else C)
     )

@@ -161,9 +161,9 @@ def as_video(x: Tensor, frames: int) -> Tensor:
     video = x.unflatten(0, (-1, frames)).transpose(1, 2)
     if statistics is None:
         return video
-    # ``statistics`` has values for each chunk of the positions of an image. The chunks of a video must all
-    # have the same size. If the chunks of x do not divide each image evenly, no statistics are stored for the
-    # view.
+    # ``statistics`` has values for each chunk of positions of each image. The chunks of all frames are the
+    # chunks of the video, which must all have the same size. So if the chunks do not divide an image evenly,
+    # no statistics are stored for the video.
     _, N, chunks, C = statistics.shape
     if math.prod(x.shape[2:]) % chunks:
         return video

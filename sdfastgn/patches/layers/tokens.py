@@ -96,7 +96,7 @@ def is_plain_norm(layer: Any) -> bool:
 def grouped_norm(
     layer: Any, x: Tensor, groups: Groups, residual: Tensor | None = None, *, total_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Computes the LayerNorm ``layer`` of x + residual, and adds vectors to groups of rows before and after.
+    """Computes the LayerNorm ``layer`` of x + residual. Before and after it, adds vectors to groups of rows.
 
     Returns (the norm's result, the sum that is normalized, plus ``total_bias``). ``grouped_layer_norm`` has
     the details. ``is_plain_norm(layer)`` must be True.

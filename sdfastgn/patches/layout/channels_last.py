@@ -63,8 +63,8 @@ def enter(conv: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         return None
     if dispatch.has_kernels(args[0]):
         return (args[0].contiguous(memory_format=torch.channels_last), *args[1:])
-    # Inside the context ``stock_code`` kernels are off, but only for a while. Then the weights stay as they
-    # are, because CUDA graphs of the optimized model read them.
+    # In the context ``stock_code`` kernels are off for a while. There the weights keep their layout, because
+    # CUDA graphs of the optimized model read them.
     if _STOCK_LAYOUT in conv.__dict__ and not (torch.compiler.is_compiling() or dispatch.is_stock_code()):
         _lay_out_as_stock(conv)
     return None
@@ -251,8 +251,8 @@ def restore(module: nn.Module) -> None:
     """
     remove_hooks(module, enter, leave)
     stop_following(module, _Apply)
-    # ``apply`` has also replaced the methods that copy ``module``. After Ctrl-C they may be all that is left
-    # to undo.
+    # ``apply`` has also replaced the methods that copy ``module``. They are put back even if nothing else is
+    # left to undo, because Ctrl-C may have stopped an earlier call just before this line.
     unguard(module)
     _unconvert(module)
 

@@ -21,7 +21,8 @@ def is_in_ddp(roots: Iterable[nn.Module]) -> bool:
     weights = {id(p) for root in roots for p in root.parameters()}
     if not _is_in_any(weights):
         return False
-    # This frees DDP wrappers that nobody uses any more, but that a reference cycle keeps alive.
+    # The garbage collection frees DDP wrappers that nobody uses any more, but that a reference cycle keeps
+    # alive.
     gc.collect()
     return _is_in_any(weights)
 

@@ -22,7 +22,7 @@ from torch import nn
 # The numbers are as in ``torch.backends.cudnn.version()``.
 _BAD_CUDNN = range(90800, 91500)
 
-# The reason to leave a model as it is whose own code repeats the border of a video.
+# What users are told about a model that is left as it is because its own code repeats the border of a video.
 SLOW_BORDERS = "its model is faster as it is: PyTorch repeats the border of a video slowly in channels-last"
 
 

@@ -39,7 +39,7 @@ class Moves(InstanceEntry):
         return module
 
     def arrange(self, module: nn.Module) -> None:
-        """Called after the original method. A subclass may change the layout of weights here."""
+        """Called after the original ``_apply`` has run. A subclass may change the layout of weights here."""
 
 
 def follow_moves(entry: InstanceEntry) -> None:
@@ -53,7 +53,8 @@ def stop_following(module: nn.Module, kind: type[InstanceEntry]) -> None:
     if type(vars(module).get("_apply")) is kind:
         del vars(module)["_apply"]
         unguard(module)
-        # Frees the main memory that is kept for weights of ``module``, because no later move will free it.
+        # ``forget`` frees the main memory that is kept for weights of ``module``. Later moves, which would
+        # free this memory, are not noticed any more.
         forget(module)
 
 
@@ -64,7 +65,10 @@ def follow(module: nn.Module) -> None:
 
 
 def unfollow(module: nn.Module) -> None:
-    """Let ``module`` run its own ``_apply`` again, if a ``Moves`` replaces it. A subclass of it stays."""
+    """Let ``module`` run its own ``_apply`` again, if a ``Moves`` replaces it.
+
+    If an object of a subclass of ``Moves`` replaces it, this function does nothing.
+    """
     stop_following(module, Moves)
 
 

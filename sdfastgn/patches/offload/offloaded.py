@@ -95,7 +95,8 @@ def moving(root: nn.Module, fn: Callable[[Tensor], Tensor]) -> Iterator[Callable
     def move(tensor: Tensor) -> Tensor:
         if id(tensor) in unchanged:
             return unchanged[id(tensor)]
-        # If two modules share a weight, ``move`` gets it twice. The second time it has already arrived.
+        # If two modules share a weight, ``move`` gets it twice. The second time, the weight has arrived
+        # already, so ``may_be_staged`` is False, and ``fn`` returns the weight as it is.
         if stage is not None and id(tensor) in copied and may_be_staged(tensor):
             return stage.to_cpu(tensor) if returns else stage.to_gpu(tensor)
         return fn(tensor)
@@ -112,8 +113,8 @@ def moving(root: nn.Module, fn: Callable[[Tensor], Tensor]) -> Iterator[Callable
 def _note_returns(root: nn.Module, returned: dict[int, nn.Parameter]) -> None:
     """Record that the large weights ``returned`` came back to main memory.
 
-    Also free the memory that is kept for ``root``. The memory stays only if ``root`` is offloaded, no weight
-    came back, and a weight with kept memory is on the GPU.
+    Then free the main memory that is kept for ``root``, unless ``root`` is offloaded, no weight came back,
+    and a weight with kept memory is still on the GPU.
     """
     if returned:
         _returned[root] = {key: StorageWeakRef(each.untyped_storage()) for key, each in returned.items()}
@@ -122,7 +123,7 @@ def _note_returns(root: nn.Module, returned: dict[int, nn.Parameter]) -> None:
         return
     stays = any(id(weight) in kept.homes and _is_on_gpu(weight) for weight in root.parameters())
     if returned or not stays or not is_offloaded_whole(root):
-        # The default None is for the case that another thread has freed the kept memory already.
+        # ``pop`` gets a default, because another thread may have removed the entry of ``root`` already.
         _kept.pop(root, None)
 
 
@@ -158,7 +159,8 @@ def _is_at_home(weight: Tensor) -> bool:
 def _is_large(weight: Tensor) -> bool:
     if type(weight) is not nn.Parameter or weight.layout is not torch.strided:
         return False
-    # The memory of such a weight has the values before conjugation or negation, so it cannot be copied as is.
+    # In memory a conjugate or negative view has the values before conjugation or negation, so its bytes
+    # cannot be copied as they are.
     if weight.is_conj() or weight.is_neg():
         return False
     size = weight.numel() * weight.element_size()
@@ -166,9 +168,9 @@ def _is_large(weight: Tensor) -> bool:
 
 
 def _homes(root: nn.Module, at_home: dict[int, nn.Parameter]) -> dict[int, Tensor]:
-    """Returns {id of a parameter: its main memory} for the weights whose main memory may be kept.
+    """Returns {id of a parameter: its main memory}, if this memory may be kept while ``root`` is on the GPU.
 
-    It may then be kept while ``root`` is on the GPU. ``at_home``: the weights of ``root`` in main memory.
+    ``at_home``: the weights of ``root`` in main memory.
     """
     returned = _returned.get(root, {})
     return {
@@ -232,7 +234,7 @@ def _may_be_copy(weight: Tensor, home: Tensor) -> bool:
 
 def _is_dense(weight: Tensor) -> bool:
     """True if ``weight`` has no gaps in memory, and no elements that share memory."""
-    # ``empty_like`` preserves the strides of such a tensor, and changes those of any other.
+    # ``empty_like`` keeps the strides of a tensor without gaps and overlaps, and changes any other strides.
     return torch.empty_like(weight, device="meta").stride() == weight.stride()
 
 
@@ -252,8 +254,8 @@ def _unchanged(root: nn.Module, weights: dict[int, nn.Parameter]) -> dict[int, T
         if key in weights
         and _may_be_copy(weights[key], home)
         and weights[key].device == kept.sums.device
-        # Without sdfastgn, the returned weight would be an inference tensor only in inference mode. So
-        # outside of inference mode an inference tensor in main memory must not become the weight.
+        # A weight that PyTorch moves to main memory is an inference tensor only in inference mode. So outside
+        # of inference mode, kept memory that is an inference tensor must not become the weight.
         and (not home.is_inference() or torch.is_inference_mode_enabled())
     }
     if not still or not dispatch.is_on():
@@ -295,8 +297,8 @@ def _destination(fn: Callable[[Tensor], Tensor], weights: Collection[Tensor]) ->
 def _values(count: int, dtype: torch.dtype) -> Tensor:
     """Values (count,) of ``dtype`` that show whether a function is a plain copy.
 
-    Their bits are mixed, so most other functions change them. A floating dtype that has an infinity and a NaN
-    has both among them.
+    The bytes differ from each other, so that most functions that do not only copy change some of them. If
+    ``dtype`` has an infinity and a NaN, both are among the values.
     """
     if dtype is torch.bool:
         return torch.arange(count) % 2 == 0

@@ -83,7 +83,7 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (piece of ``source``, the same piece of ``target``). Each piece fits into a slot."""
+    """Yields (piece of ``source``, the same piece of ``target``). A piece fits into a slot of the buffer."""
     return zip(*(_bytes_of(tensor).split(_SLOT_BYTES) for tensor in (source, target)), strict=True)
 
 

@@ -40,7 +40,7 @@ def _is_ours(processor: Any, image: Any, output_type: Any, do_denormalize: Any) 
         or image.requires_grad
     ):
         return False
-    if any(name in vars(processor) for name in _SOURCE.methods):  # other code replaced a method of the object
+    if any(name in vars(processor) for name in _SOURCE.methods):  # a method of ``processor`` was replaced
         return False
     # Denormalizing limits values to [0, 1]. Without it, diffusers' code must run: some values do not fit into
     # a byte, and a CPU and a GPU convert such values differently.
@@ -57,11 +57,11 @@ def _is_ours(processor: Any, image: Any, output_type: Any, do_denormalize: Any) 
 def _bytes_of(processor: Any, image: Tensor, do_denormalize: Any) -> Any:
     """The images as an array of bytes (N, H, W, 3); None if diffusers' own code must convert them."""
     try:
-        # A new tensor with values from 0 to 1. Nobody else has it, so it may be overwritten.
+        # ``unit`` is a new tensor with values from 0 to 1. No other code has it, so it may be overwritten.
         unit = processor._denormalize_conditionally(image, do_denormalize)
         has_nan = unit.isnan().any()
         pixels = unit.permute(0, 2, 3, 1).float().mul_(255).round_().to(torch.uint8).contiguous().cpu()
-    # If an image was decoded in tiles, there may be too little memory for further tensors of its size.
+    # Memory may be short if the image was decoded in tiles. Then diffusers' code converts it on the CPU.
     except torch.OutOfMemoryError:
         return None
     # If there are NaNs, diffusers' own code must run, because numpy then warns.

@@ -95,11 +95,12 @@ class ObjectFusion:
 
         def reduce_ex(part: Any, protocol: Any) -> Any:
             make, arguments, *state = stock.__reduce_ex__(part, max(int(protocol), 2))
-            # Other code has derived the class of ``part`` from the fused class. Pickle can find that class.
+            # If other code has derived the class of ``part`` from the fused class, pickle can find this class
+            # by its name, so the usual result of ``__reduce_ex__`` is right.
             if not self.is_applied(part):
                 return (make, arguments, *state)
-            # Pickle finds a class by its name. The fused class and the original class have the same name, by
-            # which pickle would find the original class.
+            # Pickle finds a class by its name. The fused class has the name of the original class, so pickle
+            # would find the original class. Therefore pickle calls ``_new``, which finds the fused class.
             return (_new, (self.module, stock), *state)
 
         names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}

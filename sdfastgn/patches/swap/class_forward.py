@@ -86,7 +86,8 @@ class MethodEntry(InstanceEntry):
         self.unregister()
         if vars(module).get(self.method) is self and not self.replaces_entry:
             del vars(module)[self.method]
-        # A hook of another library may have kept this entry in order to call it, or to restore it later.
+        # A hook of another library may have kept this object, in order to call it or to put it back later.
+        # So the method of the class replaces this object in such hooks too.
         replace_kept(module, self, class_forward(module, self.method))  # type: ignore[arg-type]
         unguard(module)
 
@@ -177,7 +178,7 @@ def replace_kept(module: nn.Module, old: Forward, new: Forward) -> None:
     _replace(attributes, old, new)
     todo = [value for name, value in attributes.items() if name == "forward" or isinstance(value, _CALLABLES)]
     seen: set[int] = set()
-    for value in todo:  # the search is breadth first: objects found on the way are appended to the list
+    for value in todo:  # breadth first: objects that are found are appended to ``todo`` during the loop
         if len(seen) < _MAX_OBJECTS and id(value) not in seen and not isinstance(value, _OPAQUE):
             seen.add(id(value))
             todo += _rebound(value, old, new)
@@ -196,7 +197,7 @@ def _rebound(value: Any, old: Forward, new: Forward) -> list[Any]:
         kept += value
     if isinstance(value, types.FunctionType):
         for cell in value.__closure__ or ():
-            # A variable of the closure that was not set yet raises ValueError.
+            # Reading a variable of a closure that was not set yet raises ValueError.
             with contextlib.suppress(ValueError):
                 if _same(cell.cell_contents, old):
                     cell.cell_contents = new

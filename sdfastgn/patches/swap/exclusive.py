@@ -44,7 +44,7 @@ _CALL = nn.Module.__call__.__code__
 # search from caller to caller does not find it.
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
-one_at_a_time = threading.RLock()  # held while classes or strides of any model are changed
+one_at_a_time = threading.RLock()  # a lock that is held while classes or strides of any model are changed
 _change: _Change | None = None
 
 
@@ -139,9 +139,10 @@ def _with_owners(modules: set[nn.Module]) -> set[nn.Module]:
 
     Models whose calls run as plans (rewritten traces of their code) are treated like models with graphs.
 
-    This avoids a deadlock. A call of a model with graphs holds the lock of its device, and a change needs
-    this lock too. If a call took the lock and then waited at an inner module for the end of the change, the
-    call and the change would wait for each other. So such calls wait before they take the lock.
+    Adding these modules avoids a deadlock. A call of a model with graphs holds the lock of its device, and a
+    change needs this lock too. If a call took the lock and then waited at an inner module for the end of the
+    change, the call and the change would wait for each other. With the outer model among the modules, its
+    calls wait before they take the lock.
     """
     models = [set(owner.modules()) for owner in MethodEntry.owners()]
     return modules.union(*(model for model in models if not model.isdisjoint(modules)))
@@ -157,7 +158,7 @@ def _wait_for_others(call: str, change: _Change) -> None:
                 f"sdfastgn.{call}: thread {names.get(thread, thread)!r} has been running "
                 f"{type(module).__name__} for {_MAX_WAIT:g} s. Nothing was changed; try again when it is done"
             )
-        # This only sleeps: ``done`` is set later, at the end of the change.
+        # ``done`` is set only at the end of the change, so waiting for it here is a sleep.
         change.done.wait(_LOOK_EVERY)
 
 
@@ -168,7 +169,7 @@ def _running_elsewhere(change: _Change) -> tuple[int, nn.Module] | None:
     the end of the change.
     """
     was_enabled = gc.isenabled()
-    # A garbage collection could let other threads run while this thread reads their frames.
+    # Garbage collection is off, because it could let other threads run while this thread reads their frames.
     gc.disable()
     try:
         for thread in list(sys._current_frames()):
@@ -186,8 +187,8 @@ def _called_in(thread: int, modules: set[nn.Module]) -> nn.Module | None:
     """The outermost module of ``modules`` that another thread is calling. None if it is calling none."""
     while True:
         module, last = _called_module(sys._current_frames().get(thread), modules)
-        # Meanwhile the thread goes on. If a generator on its stack was suspended, the frames below the
-        # generator were not found, so the stack is read again.
+        # The thread goes on while its stack is read. If a generator on the stack was suspended meanwhile, the
+        # frames below the generator were not found. Then the stack is read again.
         if module is not None or last is None or not last.co_flags & _SUSPENDABLE:
             return module
 

@@ -23,7 +23,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# The hashes of the tested versions. ``sdfastgn sources`` also reads this file, and adds new versions to it.
+# The file with the hashes of the tested versions of methods of diffusers and ComfyUI. The command
+# ``sdfastgn sources`` reads the file too, and adds new versions to it.
 FILE = Path(__file__).parents[1] / "tested_sources.json"
 # Every checkout of ComfyUI has this file. So a folder without it is no checkout of ComfyUI.
 OF_COMFYUI = "comfy/ops.py"
