@@ -146,9 +146,10 @@ class AdapterSurvey:
         return self._has_same_settings(factor)
 
     def is_current(self, factor: float) -> bool:
-        """True if settings and tensors are as in the last refresh, and no merged weight was written since.
+        """True if settings, tensors and merged weights are the same as after the last refresh.
 
-        The contents of tensors are not compared.
+        Settings are the active adapters and their scales. The contents of tensors are not compared, but a
+        write into a merged weight is noticed.
         """
         try:
             return not self.layers or (self._has_same_settings(factor) and self._has_same_objects())
