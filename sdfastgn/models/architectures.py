@@ -39,7 +39,7 @@ _KNOWN_EMBEDDINGS = {
 
 
 def unet_reason(config: Mapping[str, Any]) -> str:
-    """Why ``unet_inputs`` cannot make inputs for a UNet with this configuration; empty if it can."""
+    """Why ``unet_inputs`` cannot make inputs for a UNet of this configuration; empty if it can."""
     kind = config.get("_class_name", "UNet2DConditionModel")
     if kind not in ("UNet2DConditionModel", "UNet2DModel"):
         return f"a {kind} takes inputs that the benchmark does not make"
@@ -108,7 +108,7 @@ def build_vae(
 def build_video_network(
     network: VideoNetwork, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
 ) -> Any:
-    """Returns ``network`` in eval mode, with random weights drawn from ``seed``."""
+    """Returns the network that ``network`` describes, in eval mode, with random weights from ``seed``."""
     import diffusers
 
     cls = getattr(diffusers, network.cls)
@@ -148,8 +148,8 @@ def with_random_weights(
         return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
     # The hook puts each new parameter on the meta device, where it needs no values: initializing 2.6 billion
-    # values on the CPU would take minutes. (The type is ignored, because torch's stubs say that such a hook
-    # returns None.)
+    # values on the CPU would take minutes. (``type: ignore``: torch's stubs say that such a hook returns
+    # None.)
     hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
     try:
         model = build()
