@@ -50,7 +50,7 @@ def unet_reason(config: Mapping[str, Any]) -> str:
 
 
 def unet_difference(config: Mapping[str, Any], model: str) -> str:
-    """Says in which setting ``config`` first differs from the UNet of ``model``; empty if in none.
+    """Says in which setting ``config`` first differs from the UNet named ``model``; empty if in none.
 
     An example of a result is ``"layers_per_block (1, 1), not (2, 2)"``. Only settings that are in ``UNETS``,
     for any model, are compared, and the image size is not. So the number of input channels is not compared
@@ -84,7 +84,7 @@ def _setting(config: Mapping[str, Any], key: str) -> Any:
 def build_unet(
     model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
 ) -> UNet2DConditionModel:
-    """Returns the UNet of ``model`` in eval mode, with random weights drawn from ``seed``."""
+    """Returns the UNet of the model named ``model``, in eval mode, with random weights from ``seed``."""
     from diffusers import UNet2DConditionModel
 
     return with_random_weights(lambda: UNet2DConditionModel(**UNETS[model]), dtype, device, seed)
@@ -93,7 +93,7 @@ def build_unet(
 def build_vae(
     model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
 ) -> AutoencoderKL | AutoencoderTiny:
-    """Returns the VAE of ``model`` in eval mode, with random weights drawn from ``seed``.
+    """Returns the VAE of the model named ``model``, in eval mode, with random weights from ``seed``.
 
     ``force_upcast`` is off, so pipelines decode in ``dtype``, although SDXL's pipeline would use fp32.
     """
@@ -116,7 +116,7 @@ def build_video_network(
 
 
 def unet_inputs(model: str, **options: Any) -> dict[str, Any]:
-    """Returns random keyword arguments for one step of the UNet of ``model``.
+    """Returns random keyword arguments for one step of the UNet of the model named ``model``.
 
     ``options``: the arguments of ``sdfastgn.model_inputs.unet_inputs``.
     """

@@ -222,7 +222,7 @@ def _set(model: nn.Module, own: Products, owners: Iterable[nn.Module]) -> None:
 
 
 class Kept(NamedTuple):
-    """The matrix products in fp8 that a model had at one time, as one object and by their modules."""
+    """The matrix products in fp8 that a model had at one time: all as one object, and by their modules."""
 
     own: Products | RowWeights
     by_owner: dict[nn.Module, Product]
@@ -245,8 +245,8 @@ def has_kept(model: nn.Module, kept: Kept | None) -> bool:
 def give_back(model: nn.Module, kept: Kept) -> None:
     """Give ``model`` its former matrix products in fp8 again, with the scales that they have chosen.
 
-    The caller must first remove the CUDA graphs of ``model``. Nobody has noticed changes of the weights
-    meanwhile. So the products' copies of weights in E4M3 are freed, and the next call makes them again.
+    The caller must first remove the CUDA graphs of ``model``. Changes of the weights in the meantime were not
+    noticed. So the products' copies of weights in E4M3 are freed, and the next call makes them again.
     """
     if isinstance(kept.own, RowWeights):
         _models[model] = kept.own
@@ -361,7 +361,7 @@ def reason_now(model: nn.Module) -> str | None:
 def generation(model: nn.Module) -> int:
     """A number that changes whenever CUDA graphs of ``model`` become invalid because of fp8.
 
-    They do if products get other weights or free their copies of weights in E4M3.
+    They become invalid if products get other weights or free their copies of weights in E4M3.
     """
     own = _models.get(model)
     return 0 if own is None else own.replaced
@@ -378,7 +378,9 @@ def compare(model: nn.Module) -> None:
 
 
 def note_replay(model: nn.Module) -> None:
-    """Begin to compare the contents of the weights of ``model``, just before a CUDA graph starts.
+    """Begin to check if the weights of ``model`` still have the contents that were copied in E4M3.
+
+    Call this just before a CUDA graph starts.
 
     After the start, ``has_same_contents`` returns the result.
     """
@@ -433,7 +435,7 @@ def state_of(root: nn.Module, path: str) -> Iterator[Fp8]:
             adapted = {id(wrapped_layer(module).weight) for module in wrappers}
             found = {n: _products[m] for n, m in model.named_modules() if m in _products}
             own: Any = _models[model]
-            beyond = own.beyond()  # ``beyond()`` comes first: it lets scales grow
+            beyond = own.beyond()  # ``beyond()`` comes first: it changes what the report says
             described = _described(name or type(model).__name__, found, adapted, beyond)
             offloading = own.offloading()
             if offloading:

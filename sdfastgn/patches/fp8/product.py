@@ -163,8 +163,8 @@ class Product:
     def is_of(self, weights: Sequence[Tensor]) -> bool:
         """True if this product now has a copy in E4M3 of the present values of ``weights``.
 
-        An outdated copy is written again first. False if ``weights`` do not fit, or if a CUDA graph is being
-        captured and the copy is outdated.
+        An outdated copy is written again first. False if ``weights`` have another dtype, device or size than
+        the product's, or if a CUDA graph is being captured and the copy is outdated.
         """
         known, model = self.weights, self.model()
         if model is not None:
@@ -327,9 +327,10 @@ class Product:
     def follow_weights(self) -> None:
         """If weights of the model have changed, end a suspension, and undo much growth of the input's scale.
 
-        A suspended product runs in E4M3 again. A scale that has grown by more than ``MOST_KEPT`` is set back
-        to the first scale: with other weights inputs may be as small as at first, and a large scale would be
-        inexact for them.
+        While a product is suspended, it runs in the model's dtype, because inputs were beyond the range of
+        E4M3 too often. Now it runs in E4M3 again. A scale that has grown by more than ``MOST_KEPT`` is set
+        back to the first scale: with other weights inputs may be as small as at first, and a large scale
+        would be inexact for them.
         """
         model = self.model()
         if model is None or model.writes == self._writes:
@@ -404,7 +405,7 @@ class Product:
         self.is_short = False
 
     def _finish(self, x: Tensor, weights: Sequence[Tensor]) -> None:
-        """Choose the scale, quantize the weights, and decide whether the product runs in E4M3."""
+        """Choose the input's scale, quantize the weights, and decide whether the product runs in E4M3."""
         largest = self.quantizer[MOST].item()
         if not 0 < largest < math.inf:
             return
@@ -500,10 +501,11 @@ def written(call: ProductCall | None, kernel: Callable[..., _Written]) -> _Writt
 
 
 def linear(call: ProductCall | None, x: Tensor, weight: Tensor) -> Tensor:
-    """Computes ``x @ weight.T``, in E4M3 if x is in E4M3. Otherwise the largest value in x is recorded.
+    """Computes ``x @ weight.T``, in E4M3 if x is in E4M3. Else the maximum of |x| is recorded.
 
     ``call``: a call of the matrix product with ``weight``. It is None if this product cannot run in E4M3.
-    Then x is in the dtype of ``weight``, and nothing is recorded.
+    Then x is in the dtype of ``weight``, and nothing is recorded. The product chooses its scale from the
+    recorded maxima.
     """
     if call is not None:
         if x.dtype is E4M3:

@@ -63,11 +63,11 @@ class Products:
         self.products: list[Product] = []
         self.quantizers = torch.empty(0, NUMBERS)
         self._is_stale = False  # True if a scale has changed, and must be written to ``quantizers``
-        self._compares = False  # True if the next call runs without a CUDA graph, to compare with fp32
+        self._compares = False  # True if the next call compares products with fp32, without a CUDA graph
         self._began = Calls()
         self._contents: Contents | None = None
         self._weights: list[Tensor] | None = None
-        self._compared: list[Tensor] | None = None  # what ``_sources()`` returned; None if unknown
+        self._compared: list[Tensor] | None = None  # weights that ``_sources()`` found last; None if unknown
         self._versions: list[int] = []
 
     def begin(self, products: list[Product]) -> None:
@@ -79,7 +79,7 @@ class Products:
             self.quantizers = torch.zeros(len(products), NUMBERS, dtype=torch.float32, device=device)
             for i, product in enumerate(products):
                 product.begin(self, self.quantizers[i])
-                product.touch()  # its copy in E4M3 may be of older weights
+                product.touch()  # an existing copy of its weights may be outdated
 
     def offloading(self) -> str:
         """The name of what moves the weights in each call, such as group offloading; empty if nothing does.
@@ -103,8 +103,8 @@ class Products:
         # hooks rules out CUDA graphs.
         if self.offloading():
             return None
-        # A product that did not run in some of the model's first calls has not recorded enough inputs yet. So
-        # the model runs without CUDA graphs for more calls, but for at most as many calls again.
+        # A matrix product that did not run in some of the model's first calls has not recorded enough inputs
+        # yet. So the model runs without CUDA graphs for more calls, but for at most as many calls again.
         calls = fp8_product.CALLS
         if calls <= self.calls < 2 * calls and not any(p.is_learning for p in self.products):
             self.calls = 2 * calls
@@ -118,17 +118,20 @@ class Products:
         return None
 
     def changed(self, *, is_replaced: bool) -> None:
-        """A product calls this when the copy of its weights in E4M3 is new, outdated or freed.
+        """A matrix product calls this when the copy of its weights in E4M3 is new, outdated or freed.
 
         ``is_replaced``: True if CUDA graphs captured before this must not run again.
         """
         self._versions = []
-        self._weights = self._compared = None  # the lists may name other weights now; they are made again
+        self._weights = self._compared = None  # the weights in these cached lists may be others now
         if is_replaced:
             self.replaced += 1
 
     def scales_changed(self) -> None:
-        """A product calls this when its scale has changed. CUDA graphs must read the new scale."""
+        """A matrix product calls this when its scale has changed.
+
+        ``refresh`` then writes the new scale to where CUDA graphs read it.
+        """
         self._is_stale = True
 
     def enter(self, product: Product) -> None:
@@ -161,7 +164,9 @@ class Products:
             self._contents = Contents(sources, [False] * len(sources))
 
     def note_replay(self) -> None:
-        """Begin to compare the contents of weights, just before a CUDA graph starts in the current stream.
+        """Begin to check if the weights still have the contents that were copied in E4M3.
+
+        Call this just before a CUDA graph starts in the current stream.
 
         After the start, ``has_same_contents`` returns the result.
         """
@@ -184,7 +189,7 @@ class Products:
         return False
 
     def _touch(self) -> None:
-        """Record that other code has written into weights."""
+        """Record that other code has written into weights: the copies in E4M3 of all weights are outdated."""
         self._contents = None
         self.writes += 1
         for product in self.products:
@@ -224,8 +229,8 @@ class Products:
         for product in self.products:
             product.follow_weights()
         if self._is_stale:
-            # The flag is cleared before the scales are read. If another thread changes a scale meanwhile, it
-            # sets the flag to True again, and the next call reads that scale.
+            # ``_is_stale`` is cleared before the scales are read. If another thread changes a scale
+            # meanwhile, it sets ``_is_stale`` again, and the next call reads that scale.
             self._is_stale = False
             found = torch.stack([product.quantizer.to(self.quantizers.device) for product in self.products])
             self.quantizers[:, : INVERSE + 1].copy_(found[:, : INVERSE + 1])
@@ -233,9 +238,9 @@ class Products:
         self._versions = self._versions_now()
 
     def compare_scales(self) -> None:
-        """A product calls this when its scale has grown much. The model's next call compares it with fp32.
+        """A matrix product calls this when its scale has grown much.
 
-        That call runs without a CUDA graph.
+        The model's next call runs without a CUDA graph, and compares the product in E4M3 with fp32.
         """
         self._compares = True
 

@@ -93,7 +93,7 @@ class RowWeights:
         self._written: dict[torch.device, Any] = {}
 
     def layers(self) -> set[nn.Module]:
-        """The modules whose weights may be quantized. A result suffers more if other layers are quantized."""
+        """The modules whose weights may be quantized. Quantizing other layers would change results more."""
         model = self._model()
         return set() if model is None else in_blocks(model.modules())
 
@@ -174,7 +174,9 @@ class RowWeights:
                 self._touch()
 
     def note_replay(self) -> None:
-        """Begin to compare the contents of weights, just before a call or replay starts in this stream.
+        """Begin to check if the weights still have the contents that were copied in E4M3.
+
+        Call this just before a call or replay starts in this stream.
 
         After the start, ``has_same_contents`` returns the result.
         """

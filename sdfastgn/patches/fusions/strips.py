@@ -402,8 +402,9 @@ def _norm_act(norm: Any, act: Any, x: Tensor, moments: Any, bias: Tensor | None 
     mean, variance = moments
     name = activation_of(act, stock_class(act)) or "identity"
     if dispatch.runs_in_triton(x) and not dispatch.is_op_off("group_norm", x):
-        # The kernel takes a sum of squared deviations, and divides this sum by the number of positions in x,
-        # which has only some rows. So the sum must be ``variance`` times this number of positions.
+        # The kernel of ``group_norm`` takes a sum of squared deviations, and divides this sum by the number
+        # of positions in x, which has only some rows. So the sum must be ``variance`` times this number of
+        # positions.
         m2 = variance * (x.shape[2] * x.shape[3])
         statistics = torch.stack((mean, m2)).float().view(2, 1, 1, -1)
         options: dict[str, Any] = {"shift": bias, "statistics": statistics}

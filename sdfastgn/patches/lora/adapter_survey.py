@@ -100,7 +100,7 @@ class AdapterSurvey:
         return {record.layer: base for record, base in zip(self._records, bases, strict=True)}  # type: ignore[misc]
 
     def add_reader(self, reader: Any) -> None:
-        """Let the method ``release`` of ``reader`` be called when a merged weight is freed.
+        """Let ``reader.release`` be called when a merged weight is freed. A reader is, say, a CUDA graph.
 
         Only a weak reference to ``reader`` is kept.
         """
@@ -131,7 +131,7 @@ class AdapterSurvey:
             return False
 
     def has_same_settings(self, factor: float) -> bool:
-        """True if the adapters that are active, their scales and ``factor`` are as in the last refresh.
+        """True if the active adapters, their scales and ``factor`` are the same as in the last ``refresh``.
 
         This method also records that the current stream is about to read the merged weights, so that the next
         write of merged weights waits for this stream. A later ``has_same_contents`` sees everything that the
@@ -146,7 +146,7 @@ class AdapterSurvey:
         return self._has_same_settings(factor)
 
     def is_current(self, factor: float) -> bool:
-        """True if settings, tensors and merged weights are the same as after the last refresh.
+        """True if settings, tensors and merged weights are the same as after the last ``refresh``.
 
         Settings are the active adapters and their scales. The contents of tensors are not compared, but a
         write into a merged weight is noticed.
@@ -179,7 +179,7 @@ class AdapterSurvey:
             return False
 
     def has_same_tensors(self) -> bool:
-        """True if all weights, and all layers of the adapters, are as in the last refresh.
+        """True if all weights, and all layers of the adapters, are the same as in the last ``refresh``.
 
         If they are, the GPU begins to compare the contents of the weights: ``has_same_contents`` returns the
         result.
@@ -195,10 +195,10 @@ class AdapterSurvey:
         return is_same
 
     def has_same_contents(self) -> bool:
-        """True if all tensors from which merged weights are computed have the contents of the last refresh.
+        """True if the tensors behind the merged weights have the same contents as in the last ``refresh``.
 
-        If they are not, all merged weights are marked as outdated. This method waits for the work that the
-        GPU got before the last ``has_same_settings``, but not for later work.
+        If not, all merged weights are marked as outdated. This method waits for the work that the GPU got
+        before the last ``has_same_settings``, but not for later work.
         """
         if self._contents is None or self._contents.looked_same():
             return True
@@ -218,7 +218,7 @@ class AdapterSurvey:
         )
 
     def _has_same_values(self) -> bool:
-        """True if the layers and tensors behind the merged weights have not changed since the last refresh.
+        """True if the layers and tensors behind the merged weights are as in the last ``refresh``.
 
         The contents of the tensors are compared too. This method waits for the GPU.
         """
@@ -248,7 +248,7 @@ class AdapterSurvey:
             self._contents = Contents(self._compared, [id(tensor) not in own for tensor in self._compared])
 
     def _is_in_place(self) -> bool:
-        """True if merged weights, and the tensors behind them, are still in the same memory.
+        """True if merged weights, and the tensors behind them, are where they were in the last ``refresh``.
 
         A change of the tensors' contents is not noticed.
         """
@@ -285,7 +285,7 @@ class AdapterSurvey:
         return True
 
     def _differ_in_adapters(self, settings: list[Any]) -> bool:
-        """True if ``settings`` differ from the last refresh only in the active adapters and their scales.
+        """True if only active adapters and scales in ``settings`` have changed since the last ``refresh``.
 
         False also if adapters are fused into weights, or if a scale is no number.
         """

@@ -107,7 +107,7 @@ def adapter_reason(layer: Any, merges: bool = True) -> str | None:
     None if ``layer`` has no adapter, or an adapter that can be merged. If the user can do something about the
     reason, the text says what. ``merges``: False if the model must not get merged weights.
     """
-    if isinstance(getattr(layer, "lora_layer", None), nn.Module):  # set by old diffusers without peft
+    if isinstance(getattr(layer, "lora_layer", None), nn.Module):  # an old diffusers' LoRA, without peft
         return f"it has an adapter (LoRA): {_ALONE}"
     if not (isinstance(layer, nn.Module) and is_adapted(layer)):
         return None

@@ -26,7 +26,7 @@ from sdfastgn.kernels.low_rank.op import Factors, LowRankSums, Sum, add_low_rank
 from sdfastgn.patches.lora.sources import OF_CONV, Source
 from sdfastgn.patches.swap.fusion import parameters_of
 
-# The number of sizes (channels, kernel size) that the constructor of each class of layers takes.
+# For ``nn.Linear`` and ``nn.Conv2d``, the number of sizes (channels, kernel size) that the constructor takes.
 _SIZES = {nn.Linear: 2, nn.Conv2d: 3}
 # The names of the dicts of hooks that the plain layer with a merged weight shares with the model's own layer.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -104,7 +104,7 @@ class Record:
         Returns False if the layer cannot hold them, for instance because it has no bias but needs one.
         """
         own, fresh = list(self.layer.parameters()), list(_stand_in(source).parameters())
-        if len(own) != len(fresh):  # only one of the layers has a bias
+        if len(own) != len(fresh):  # one has a bias and the other has none
             return False
         for parameter, new in zip(own, fresh, strict=True):
             parameter.data = new.data
@@ -112,9 +112,9 @@ class Record:
         return self.fits(source)
 
     def is_of(self, source: Source) -> bool:
-        """True if the merged weight was computed from ``source``, and neither was written to since.
+        """True if the merged weight was computed from the tensors of ``source`` as they are now.
 
-        Only writes that PyTorch counts are noticed.
+        Only changes that PyTorch counts are noticed.
         """
         return self.key is not None and self.has_key(source.key(source.tensors))
 

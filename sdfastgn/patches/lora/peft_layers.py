@@ -87,7 +87,7 @@ class _MergedLayer(nn.Module):
 
 
 class MergedLinear(_MergedLayer, lora.Linear):
-    """``peft.tuners.lora.layer.Linear`` that runs with merged weights, or in training with fewer passes."""
+    """``peft.tuners.lora.layer.Linear`` that runs with merged weights, or, in training, in fewer passes."""
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         y = None if args or kwargs else trained(self, x)

@@ -98,7 +98,9 @@ class PreparedLayer:
                 self._adapters[name] = adapter
 
     def combine(self, names: list[str]) -> bool:
-        """Combines the prepared adapters ``names``. Returns False if one of them cannot be merged.
+        """Combines the prepared adapters ``names`` into sums for the merged weight and bias.
+
+        Returns False if one of the adapters cannot be merged.
 
         Also returns False if the plain layer with the merged weights has no bias but needs one, or has a bias
         but needs none. It needs one if the model's own layer or one of these adapters has a bias.

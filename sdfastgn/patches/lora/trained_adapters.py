@@ -38,7 +38,7 @@ from sdfastgn.patches.swap.fusion import is_unhooked, parameters_of
 
 # Linear layers with the same input run as one matrix product if the ranks of all their LoRA adapters add up
 # to at most this. The matrices B of all adapters then form one block-diagonal matrix. With larger ranks the
-# multiplications by its zeros take more time than one matrix product instead of several saves.
+# multiplications by its zeros cost more time than fewer matrix products save.
 _MOST_RANKS = 64
 
 

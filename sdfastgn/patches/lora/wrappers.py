@@ -37,7 +37,7 @@ def subclasses() -> Mapping[type[nn.Module], type[nn.Module]]:
     Empty until other code has imported peft's layers.
     """
     if not _subclasses and PEFT in sys.modules:
-        # Imported only here, because ``peft_layers`` imports this file, and imports peft.
+        # ``peft_layers`` is not imported at the top, because it imports this file and peft.
         importlib.import_module("sdfastgn.patches.lora.peft_layers")
     return _subclasses
 
