@@ -58,10 +58,9 @@ def clone(patcher: Any) -> Any:
         empty = type(found)(found.model, found.load_device, found.offload_device)
         stock = empty.clone(model_override=found.get_clone_model_override())
         _loaded[patcher.model] = stock
-    # When ComfyUI deletes ``found``, the clone returned here, it unloads the model of the clone's parent.
-    # That must be the second model, on which ``found`` is based. So ``stock``, which has it, becomes the
-    # parent. Before, it was ``patcher``, whose model is under DynamicVRAM: the second one would stay on the
-    # GPU.
+    # When ``found``, the returned clone, is deleted, ComfyUI unloads the model of the clone's parent. The
+    # parent that ``patcher.clone`` has set is ``patcher``, whose model is another one, under DynamicVRAM.
+    # ``stock`` has the same model as ``found``, so it becomes the parent.
     found.parent = stock
     return found
 

@@ -38,7 +38,7 @@ _BUFFER = 2**22
 
 
 class FusedVAE(comfy.sd.VAE):
-    """ComfyUI's ``VAE`` whose autoencoder is optimized. Its methods call ComfyUI's."""
+    """ComfyUI's ``VAE`` with an optimized autoencoder. It keeps the autoencoder fused between calls."""
 
     @property
     def output_device(self) -> torch.device:
@@ -92,7 +92,7 @@ def fit(vae: FusedVAE, latents: Tensor) -> bool:
     N, _, *sizes = latents.shape
     if (vae.device.type, vae.output_device.type) != _WAY or len(sizes) != vae.latent_dim:
         return False
-    ratios = vae.upscale_ratio  # ``ratios`` is a number, or has for each size a number or a function
+    ratios = vae.upscale_ratio  # ``upscale_ratio``: a number, or for each size a number or a function
     ratios = ratios if isinstance(ratios, tuple) else (ratios,) * len(sizes)
     pairs = zip(ratios, sizes, strict=True)
     pixels = N * math.prod(ratio(size) if callable(ratio) else ratio * size for ratio, size in pairs)
@@ -106,7 +106,7 @@ def to_cpu(pixels: Tensor) -> Tensor:
     While the CPU empties one pinned buffer, the GPU fills another one. For 81 MB from an H200 this took 11
     ms, and a direct copy from the GPU into new pageable memory 58 ms.
     """
-    dense = pixels.movedim(-1, 1)  # channels at 1 again: ComfyUI's ``decode`` has moved them to the end
+    dense = pixels.movedim(-1, 1)  # undo ComfyUI's ``decode``, which moved the channels to the end
     if not dense.is_contiguous():
         return pixels.cpu()
     out = torch.empty(dense.shape, dtype=dense.dtype)

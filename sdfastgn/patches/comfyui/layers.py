@@ -60,8 +60,8 @@ class _Layer:
         # ComfyUI's ``forward`` of the layer must be a tested version. Tested versions compute the same as
         # PyTorch's ``forward`` if the weights need no cast.
         self._when_plain = tested(self.stock, "forward")
-        # For a layer that casts, this code of ComfyUI must be a tested version too: it casts, patches or
-        # moves the weights for a call, and releases them afterwards.
+        # ComfyUI's functions that cast, patch or move the weights for a call, and release them afterwards.
+        # For a layer that casts, their versions must be tested ones too.
         self._when_casting = (
             tested(self.stock, "forward_comfy_cast_weights"),
             tested(_ops, "cast_bias_weight", "uncast_bias_weight"),

@@ -64,8 +64,8 @@ def text_of(patcher: Any, has_run: bool = True) -> str:
     if not fused:
         verdict = "not faster. All of it runs as stock"
     elif not any(fusion.is_applied(module) for module in root.modules() for fusion in CLAIMING):
-        # ComfyUI's history keeps the report after the run, too. So this line of it must be true before and
-        # after a run.
+        # ComfyUI's history keeps the report after the run, too. So the report's first line must be true
+        # before and after a run.
         verdict = f"{faster} whenever all of it is loaded"
     else:
         verdict = faster

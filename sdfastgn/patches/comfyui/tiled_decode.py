@@ -47,8 +47,8 @@ class _Request(NamedTuple):
     after_layer: Callable[[], object]
 
 
-# Set while this thread runs a tiled decode. Decoders then run in strips of the image. If it is None, decoders
-# run on whole images.
+# A ``_Request`` while this thread runs a tiled decode: decoders then run in strips of the image. Otherwise
+# None: decoders run on whole images.
 _request: ContextVar[_Request | None] = ContextVar("_request", default=None)
 
 
@@ -120,7 +120,7 @@ def image_of(
         with setting(_request, _Request(share, partial(bar.update, 1))):
             for i, latent in enumerate(latents.split(1)):
                 found = model.decode(latent)
-                if image is None:  # PyTorch's default dtype, as in ComfyUI
+                if image is None:  # ``image`` gets PyTorch's default dtype, as in ComfyUI
                     image = torch.empty((len(latents), *found.shape[1:]), device=vae.output_device)
                 image[i] = found[0]
     except torch.OutOfMemoryError:

@@ -97,7 +97,7 @@ class FusedAttention(Attention):
         return h if self.rescale_output_factor == 1.0 else h / self.rescale_output_factor
 
     def readers(self) -> Sequence[Any] | None:
-        """The layers that read the inputs, ``hidden_states`` or the context; None if other code may too.
+        """The layers that read ``hidden_states`` or the context; None if other code may read them too.
 
         If all these layers would round their inputs to half precision anyway, a caller may do so before
         (``layers/rounding.py``).
@@ -232,7 +232,7 @@ class FusedAttention(Attention):
         return [layer_of(self, name) for name in ("to_q", "to_k", "to_v")]
 
     def _readers_of_tokens(self, context: Tensor | None) -> list[Any]:
-        """The layers that read the input: ``to_q``, and without a context ``to_k`` and ``to_v`` too."""
+        """The layers that read ``hidden_states``: ``to_q``; without a context also ``to_k`` and ``to_v``."""
         return self._projections() if context is None else [layer_of(self, "to_q")]
 
     def _train(self, x: Tensor, layers: list[Any]) -> Sequence[Tensor]:
@@ -311,7 +311,7 @@ def _fits(context: Tensor | None, x: Tensor) -> bool:
 
 
 def _called(layer: Any, x: Tensor) -> Tensor:
-    """Computes ``layer(x)``. In training, a LoRA layer may take fewer passes (``trained_adapters.py``)."""
+    """Computes ``layer(x)``; in training, a LoRA layer with fewer passes (``lora/trained_adapters.py``)."""
     y = trained(layer, x) if torch.is_grad_enabled() and is_wrapper(layer) else None
     return call_linear(layer, x) if y is None else y
 
@@ -388,8 +388,8 @@ class _AttentionFusion(ClassSwap):
 
 
 def _covers(attn: Attention) -> bool:
-    # Attention for which this is False is never fused. The module's processor is not checked here but at each
-    # call, because users may change it at any time.
+    # Attention for which ``_covers`` returns False is never fused. The module's processor is not checked here
+    # but at each call, because users may change it at any time.
     has_layers = attn.to_k is not None and attn.to_out is not None
     return has_layers and _is_plain_attention(attn) and attn.added_kv_proj_dim is None
 

@@ -191,7 +191,7 @@ class _NormOutFusion:
     def undo(self, module: Any) -> None:
         remove_hooks(module, arm, disarm)
         for name in ("conv_norm_out", "conv_act"):
-            child = module._modules.get(name)  # None if other code has removed this child
+            child = module._modules.get(name)  # ``child`` is None if other code has removed it
             if child is not None:
                 restore_class(child)
 

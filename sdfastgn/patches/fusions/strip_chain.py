@@ -226,7 +226,7 @@ def _is_plain_conv(conv: Any, class_of: Callable[[Any], type]) -> bool:
 
 
 def reason_of_adapters(vae: nn.Module, parts: Parts) -> str | None:
-    """Says which adapter prevents a decode in strips; None if none does. Else diffusers decodes in tiles.
+    """Says which adapter prevents a decode in strips, so that diffusers decodes in tiles; None if none.
 
     A decode in strips reads the weights of convolutions. So the adapter of a convolution, such as a LoRA,
     must be merged into the weight.
@@ -242,9 +242,10 @@ def reason_of_adapters(vae: nn.Module, parts: Parts) -> str | None:
 
 
 def merges_now(decoder: nn.Module, parts: Parts) -> bool:
-    """Merges the adapters of all 3 x 3 convolutions in ``parts`` into weights; True if none is left.
+    """Merges the adapters of all 3 x 3 convolutions in ``parts`` into weights.
 
-    Returns False if one of the adapters cannot be merged in this call, so that peft's forward must run.
+    Returns True if all of them are merged. Returns False if one cannot be merged in this call, so that peft's
+    forward must run.
     """
     wrappers = [conv for conv in _convolutions(parts) if _inner(conv) is not conv]
     # If an adapter has no merged weight yet, for instance a LoRA that was added after ``optimize``, merge it

@@ -34,7 +34,7 @@ from sdfastgn.patches.swap.tested_sources import tested, unknown_source
 
 try:
     from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
-except ImportError:  # only diffusers before Flux 2 lacks this class
+except ImportError:  # diffusers older than Flux 2 lacks this class
     AutoencoderKLFlux2 = AutoencoderKL
 
 # The VAE classes of diffusers that are fused here. Their methods ``_decode`` and ``tiled_decode`` are the

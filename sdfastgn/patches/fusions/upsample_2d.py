@@ -34,13 +34,13 @@ class FusedUpsample2D(Upsample2D):
         conv = _conv_of(self)
         if conv is None:
             if torch.is_autocast_enabled("cuda"):
-                return super().forward(hidden_states)  # in fp32, as autocast demands
+                return super().forward(hidden_states)  # under autocast diffusers interpolates in fp32
             return upsample_nearest_2x(hidden_states)
         return conv_of_upsampled(conv, hidden_states)
 
 
 def _conv_of(module: Any) -> Any:
-    """Returns the convolution after the upsampling, or None. diffusers calls it ``conv`` or ``Conv2d_0``."""
+    """Returns the convolution after the upsampling; None if the module has none."""
     return (module.conv if module.name == "conv" else module.Conv2d_0) if module.use_conv else None
 
 
