@@ -231,9 +231,9 @@ def _found_in(name: str, named: list[tuple[str, nn.Module]], options: Options | 
 
 
 def may_change(was: FoundModel, options: Options, has_parts: bool) -> bool:
-    """True if ``optimize`` may change the model ``was.component`` so that no other thread may run it.
+    """True if other threads must not run the model ``was.component`` while ``optimize`` changes it.
 
-    Such changes are those of fusions, layout, merged weights and FP8.
+    This is so if ``optimize`` may change fusions, layout, merged weights or FP8.
 
     Other changes are safe while other threads run the model: options of CUDA graphs, fusions that are left
     out, and the replacement of the method ``_apply``.

@@ -52,7 +52,7 @@ def set_precision(root: nn.Module, precision: str | None, *, has_rows: bool = Fa
 
 
 def put_back(root: nn.Module, kept: Mapping[nn.Module, fp8.Kept]) -> None:
-    """Give the models in ``root`` their former matrix products in FP8 again, and scales.
+    """Give the models in ``root`` their former matrix products in FP8 again, with their scales.
 
     ``kept``: the former products of each model, as ``fp8.kept_in`` returned them.
     """
