@@ -148,8 +148,8 @@ def with_random_weights(
         return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
     # The hook puts each new parameter on the meta device, where it needs no values: initializing 2.6 billion
-    # values on the CPU would take minutes. (``type: ignore``: torch's stubs say that such a hook returns
-    # None.)
+    # values on the CPU would take minutes. (The type checker ignores the hook, because torch's stubs say that
+    # such a hook returns None.)
     hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
     try:
         model = build()
