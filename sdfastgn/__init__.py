@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # "import X as X" tells type checkers that X is public
+if TYPE_CHECKING:  # "import X as X" in this file tells type checkers that X is public.
     from sdfastgn.api import optimize as optimize
     from sdfastgn.api import optimized as optimized
     from sdfastgn.api import report as report

@@ -177,8 +177,8 @@ class Optimized(Generic[T]):
     def __init__(self, obj: T, options: Options) -> None:
         self._obj = obj
         self._options = options
-        # For each ``with`` block that runs now: the state of the components before the block, to which the
-        # end of the block returns.
+        # For each ``with`` block that runs now: the states of the components before the block, to which they
+        # return at its end, and the models that had nothing to optimize.
         self._blocks: list[tuple[list[Found], WeakSet[nn.Module]]] = []
 
     def __enter__(self) -> T:
@@ -195,7 +195,7 @@ class Optimized(Generic[T]):
             left = put_back(before, others)
             known = {id(was.component) for was in before}
             for name, part in patcher.parts_ever_of(self._obj):
-                if id(part) not in known:  # ``part`` came into the pipeline inside the block
+                if id(part) not in known:  # ``part`` came into the pipeline in the block
                     left += patcher.undo(part, name)
         if left:
             _warn(_left_over("optimized", left))
@@ -214,7 +214,7 @@ class Optimized(Generic[T]):
         return inside
 
     def __getattr__(self, name: str) -> Any:
-        # Python calls this method only for names that the object lacks.
+        # Python calls ``__getattr__`` only for names that the object lacks.
         raise AttributeError(
             f"sdfastgn.optimized: what it returns has no attribute {name!r}; {_ONLY_A_BLOCK}"
         )
@@ -227,7 +227,7 @@ _ONLY_A_BLOCK = "use it with `with sdfastgn.optimized(...):`, or call sdfastgn.o
 def _with_arguments_of(
     twin: Callable[Concatenate[T, P], T],
 ) -> Callable[[Callable[..., Any]], Callable[Concatenate[T, P], Optimized[T]]]:
-    """A decorator. The function gets the signature of ``twin``, except that it returns an ``Optimized``."""
+    """A decorator. The decorated function gets the signature of ``twin``, but returns an ``Optimized``."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(twin).replace(return_annotation="Optimized[T]")
@@ -270,7 +270,7 @@ def verdicts(obj: Any) -> list[Verdict]:
             fp8_option.set_precision(root, None)
             found += verification.verify(root, name)
     if hasattr(obj, "maybe_free_model_hooks"):
-        # If the models are offloaded, the comparison's calls moved them to the GPU. This moves them away
+        # If the models are offloaded, the comparison has moved them to the GPU. This call moves them away
         # again.
         obj.maybe_free_model_hooks()
     return found
@@ -336,8 +336,8 @@ def _entries(was: Found, planned: set[str]) -> Iterator[Entry]:
     """
     for f in was.findings:
         # One reason not to fuse a model is that PyTorch repeats the borders of videos slowly in
-        # channels-last. It does not hold for plans (traced lists of kernels), so it is left out for models
-        # that run as plans.
+        # channels-last. This reason does not hold for plans (traced lists of kernels), so the report of a
+        # model that runs as plans leaves it out.
         if was.name not in planned or f.reason != SLOW_BORDERS:
             component = was.name or type(was.component).__name__
             where = component, f.path, f.fusion.name, type(f.module).__name__
@@ -384,11 +384,11 @@ def _changing(call: str, roots: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Found], WeakSet[nn.Module]]:
-    """Does the work of ``optimize`` and ``optimized``. ``call``: the name of the function that was called.
+    """Does the work of ``optimize`` and ``optimized``. ``call``: which of the two the user has called.
 
     Returns (the state of each component before the change, other models). The other models have nothing to
     optimize, but from now on ``moves.py`` notices when they move between devices, because offloading may move
-    them. Both are empty if there is nothing to optimize in ``obj``.
+    them. Both lists are empty if there is nothing to optimize in ``obj``.
     """
     _check_options(call, options)
     with one_at_a_time:
@@ -422,11 +422,11 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Found], WeakS
                     patcher.apply(was.component, was.findings, obj, lays_out=not waits)
                 if options.verify:
                     _tell(call, verdicts(obj), options.strict)
-                    again = survey(call, obj, options).models  # some modules may have their own code again
+                    again = survey(call, obj, options).models  # wrong modules are not fused any more
                     every = {name: again[name] for name in every}
                 _set_options(every.values(), options)
-                # From now on moves of all models of a pipeline are noticed, even of models with nothing to
-                # optimize: all of them may be offloaded.
+                # From now on ``moves.py`` notices when a model of a pipeline moves between devices, even if
+                # the model has nothing to optimize: all models may be offloaded.
                 for model in () if isinstance(obj, nn.Module) else found.models.values():
                     follow(model.component)
             except BaseException:
@@ -437,7 +437,7 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Found], WeakS
 
 
 def _refuse_nothing(call: str, obj: Any, found: Survey, options: Options) -> None:
-    """Raise ValueError or warn, unless ``missing_ok``, if there is nothing to optimize in ``obj`` now."""
+    """Raise ValueError, or warn, if there is nothing to optimize in ``obj`` and ``missing_ok`` is False."""
     adaptable = found.adaptable
     layers = [layer for was in adaptable.values() for layer in was.modules]
     if options.missing_ok or any(map(is_wrapper, layers)):
@@ -475,7 +475,7 @@ def _prepare_triton(devices: Iterable[torch.device]) -> None:
 
 def _check_options(call: str, options: Options) -> None:
     # ``mode in MODES`` alone would accept 0 and numpy's False, which are equal to False. So the type is
-    # checked.
+    # checked too.
     mode = options.cuda_graphs
     if type(mode) not in (bool, str) or mode not in graphs.MODES:
         modes = '"auto", "training", True or False'
@@ -510,7 +510,7 @@ def _refuse_skipped(call: str, before: list[Found], options: Options) -> None:
 
 
 def _tell(call: str, found: list[Verdict], strict: bool) -> None:
-    """Warn of modules that were wrong and got their original code again, and of modules not compared.
+    """Warn of fused modules that were wrong and got their original code again, or were not compared.
 
     With ``strict``, raises ValueError if a module was wrong.
 
@@ -549,7 +549,7 @@ def _nothing_in(obj: Any) -> str:
 def _left_over(call: str, left: list[tuple[str, Any]]) -> str:
     """Returns the text of the warning that some modules could not be restored.
 
-    ``left``: (path, module) for each of them. It may also be another object of a pipeline, as a scheduler.
+    ``left``: (path, module) for each of them. In place of a module it may have an object such as a scheduler.
     """
     found = [(path, type(part)) for path, part in left]
     paths = grouped((f"{cls.__module__}.{cls.__qualname__}", path or cls.__name__) for path, cls in found)
@@ -562,7 +562,7 @@ def _left_over(call: str, left: list[tuple[str, Any]]) -> str:
 
 
 def _warn(text: str) -> None:
-    """Give a UserWarning that shows the line outside of this file from which sdfastgn was called."""
+    """Give a UserWarning with the line of the caller's code, outside of this file, that called sdfastgn."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals is globals():
         level, frame = level + 1, frame.f_back
@@ -586,7 +586,7 @@ def warn_of_machine(call: str) -> None:
 
 
 def _warn_of_untested(call: str, found: list[patcher.Finding]) -> None:
-    """Warn of modules that are not fused because the installed code of diffusers was never tested."""
+    """Warn that modules are not fused because the code of their methods in diffusers was never tested."""
     skipped = [f.reason for f in found if isinstance(f.reason, Untested)]
     methods = Counter(reason.method for reason in skipped)
     if methods.keys() <= noted:
@@ -606,8 +606,8 @@ def _warn_of_untested(call: str, found: list[patcher.Finding]) -> None:
     )
 
 
-# Maximum number of methods of diffusers that a warning names. Of the methods that one pipeline uses, a
-# release of diffusers seldom changes more.
+# Maximum number of methods of diffusers whose names the warning about untested methods lists. Of the methods
+# that one pipeline uses, a release of diffusers seldom changes more.
 _SHOWN_METHODS = 8
 
 

@@ -17,7 +17,9 @@ _STOCK_CODE = "plain PyTorch, stock's own code at stock's speed"
 
 
 def backend_text(roots: list[nn.Module], why_stock: list[str | None]) -> str:
-    """Returns the text of ``Report.backend`` in a report on the models ``roots``.
+    """Returns the report's text on what runs in the models ``roots``: Triton kernels or original code.
+
+    If that is not known for weights on the meta device, the text is empty.
 
     ``why_stock``: for each of the models, why its modules run their original code; None if they run kernels.
     """
@@ -25,7 +27,7 @@ def backend_text(roots: list[nn.Module], why_stock: list[str | None]) -> str:
     if triton is None or None not in why_stock:
         return f"{_STOCK_CODE} ({'; '.join(reasons)})"
     if any(p.is_meta for root in roots for p in root.parameters()):
-        return ""  # not known yet: it depends on the device to which the meta weights will be moved
+        return ""  # not known: weights on the meta device may be moved to any device
     devices = {p.device for root in roots for p in root.parameters()}
     used = filter(None, map(archive.state, sorted(devices, key=str)))
     return "; ".join([f"Triton {triton.__version__} on {torch.cuda.get_device_name()}", *dict.fromkeys(used)])
@@ -34,13 +36,13 @@ def backend_text(roots: list[nn.Module], why_stock: list[str | None]) -> str:
 def why_stock_runs(root: nn.Module) -> str | None:
     """Why the fused modules of ``root`` run their original code; None if they run kernels.
 
-    The result is also None for a model on the meta device, if this machine has a GPU.
+    For a model on the meta device None is returned if this machine has a GPU.
     """
     tensors = list(root.parameters())
     if any(p.is_meta for p in tensors):
         return dispatch.why_off or (None if torch.cuda.is_available() else "no CUDA GPU")
-    # With accelerate's offloading the weights are on another device now. But for each call a hook moves them
-    # to the ``execution_device``.
+    # With accelerate's offloading, weights are not where they are used: for each call a hook moves them to
+    # its ``execution_device``.
     offload = getattr(getattr(root, "_hf_hook", None), "execution_device", None)
     if isinstance(offload, int):
         offload = torch.device("cuda", offload)
@@ -52,7 +54,7 @@ def why_stock_runs(root: nn.Module) -> str | None:
 
 
 def why_no_kernel(devices: Set[torch.device]) -> str | None:
-    """Why no kernel can run for a model with tensors on ``devices``; None if nothing is known against it.
+    """Why no kernel can run for a model with tensors on ``devices``; None if no reason is known.
 
     One supported GPU among ``devices`` is enough. This function launches no kernel, so it does not find out
     whether Triton can compile kernels here.

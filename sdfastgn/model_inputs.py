@@ -123,7 +123,7 @@ def small_call(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Ca
 
 def _encode_and_decode(model: Any, config: dict[str, Any], draw: Callable[..., Tensor]) -> None:
     # AutoencoderTiny's ``forward`` would pass fp32 to the decoder, even if the weights are in half precision.
-    # So ``encode`` and ``decode`` are called.
+    # So its ``encode`` and ``decode`` are called instead.
     side = _LATENTS * 2 ** (len(config["encoder_block_out_channels"]) - 1)
     model.encode(draw(1, config["in_channels"], side, side, seed=0))
     model.decode(draw(1, config["latent_channels"], _LATENTS, _LATENTS, seed=1))
@@ -140,6 +140,6 @@ def _call_halves(model: Any, config: dict[str, Any], draw: Callable[..., Tensor]
 
 
 def randn(*shape: int, dtype: torch.dtype, device: torch.device | str, seed: int) -> Tensor:
-    """Returns normal random numbers. They are drawn on the CPU in fp32, to be the same on all devices."""
+    """Returns normal random numbers. They are drawn on the CPU, to be the same on all devices."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)

@@ -61,7 +61,7 @@ class GroupNorm(nn.GroupNorm):
                 f"{name}: num_groups={num_groups} must be a positive divisor of num_channels={num_channels}"
             )
         super().__init__(num_groups, num_channels, as_eps(name, eps), affine, device, dtype)
-        if not bias:  # the constructor of ``nn.GroupNorm`` has no argument ``bias`` in torch 2.11
+        if not bias:  # torch 2.11's ``nn.GroupNorm`` takes no argument ``bias``
             self.register_parameter("bias", None)
         self.activation = activation
 
@@ -111,7 +111,7 @@ class InstanceNorm(_InstanceNorm):
     def forward(self, input: Tensor) -> Tensor:
         try:
             fits = input.dim() >= 3 and input.shape[1] == self.num_features
-        except (AttributeError, RuntimeError):  # ``input`` is no tensor, or a nested one
+        except (AttributeError, RuntimeError):  # ``input`` is not a tensor, or is a nested tensor
             fits = False
         if not fits:
             _refuse("sdfastgn.InstanceNorm", input, f"(N, {self.num_features}, *spatial)")
@@ -170,7 +170,7 @@ class BatchNorm(_NormBase):
         super().__init__(
             num_features, as_eps(name, eps), momentum, affine, track_running_stats, device, dtype
         )
-        if not bias:  # the constructor of torch's batch norms has no argument ``bias`` in torch 2.8
+        if not bias:  # torch 2.8's batch norms take no argument ``bias``
             self.register_parameter("bias", None)
         self.activation = activation
         self.process_group = process_group
@@ -213,7 +213,7 @@ class BatchNorm(_NormBase):
         name = "sdfastgn.BatchNorm"
         try:
             fits = input.dim() >= 2 and input.shape[1] == self.num_features
-        except (AttributeError, RuntimeError):  # ``input`` is no tensor, or a nested one
+        except (AttributeError, RuntimeError):  # ``input`` is not a tensor, or is a nested tensor
             fits = False
         if not fits:
             _refuse(name, input, f"(N, {self.num_features}, *spatial)")
@@ -222,7 +222,7 @@ class BatchNorm(_NormBase):
         if self.training and not self.track_running_stats:
             running = (None, None)
         momentum = self.momentum
-        if momentum is None:  # as in PyTorch, running averages are then over all batches, with equal weights
+        if momentum is None:  # as in PyTorch, without a momentum running averages weigh all batches equally
             momentum = 0.0 if counts is None else 1 / (float(counts) + 1)
         trains = self.training or (self.running_mean is None and self.running_var is None)
         call = batch_norm_call(

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# The value of click's ``Context.obj`` if the process runs nothing but one command of the command line. Such a
-# command may leave out large packages when it imports diffusers, so that it starts faster
+# The value of click's ``Context.obj`` in a process that runs only one command of the command line. In such a
+# process, a command may leave out large packages when it imports diffusers, so that it starts faster
 # (``cli/light_imports.py``). In other processes, as in tests, a command must not do so.
 OWN_PROCESS = "own process"
 
@@ -31,7 +31,7 @@ def writing(path: Path) -> Iterator[None]:
     """A context in which the file ``path`` is written. If this fails, an OptionError says why."""
     try:
         yield
-    except OSError as error:  # for instance, the disk is full
+    except OSError as error:  # such as a full disk
         raise OptionError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
 
 

@@ -116,7 +116,7 @@ class Report:
 
     @property
     def fusable(self) -> tuple[Entry, ...]:
-        """Entries of modules that are not fused, but which ``optimize`` would fuse."""
+        """Entries of modules that are not fused now, but which ``optimize`` would fuse."""
         return tuple(e for e in self.entries if e.status == "fusable")
 
     @property
@@ -170,7 +170,10 @@ class Report:
         return f"{', '.join(parts) or 'nothing to fuse'}, {states}"
 
     def _plans_summary(self) -> str:
-        """Returns the end of the summary, which is about plans; empty if no module gets plans."""
+        """Returns the end of the report's summary: how many plans exist. Empty if no module gets plans.
+
+        A plan is a traced list of kernels that replaces the Python of a module's forward.
+        """
         if not self.plans:
             return ""
         plans, calls = sum(p.plans for p in self.plans), sum(p.calls for p in self.plans)
@@ -179,13 +182,14 @@ class Report:
         return ", plans: none" if self._has_optimized() and not self._waiting() else ", plans: none yet"
 
     def _has_optimized(self) -> bool:
-        """True if ``optimize`` has been called, and found anything to do."""
+        """True if ``optimize`` has been called for the reported pipeline, and found anything to do."""
         return bool(self.fused or self.merged) or any(p.is_on for p in self.plans)
 
     def _waiting(self) -> list[str]:
-        """Names of the models that will run as plans (traced lists of kernels), until one of them is called.
+        """Names of the models that will run as plans (traced lists of kernels) when they are called.
 
-        Models inside of other such models are left out. The list is empty once one of the models was called.
+        Models inside of other such models are left out. The list is empty as soon as one of the models was
+        called.
         """
         on = [p for p in self.plans if p.is_on]
         if any(p.was_called for p in on):
@@ -227,7 +231,7 @@ class Report:
         ]
 
     def _counts(self) -> list[tuple[str, ...]]:
-        """Returns a table of counts as a list: the titles of the columns, then the rows.
+        """Returns the report's table of counts as a list: the titles of the columns, then the rows.
 
         The table has a row for each component and fusion, with the number of modules for each status.
         """
@@ -324,7 +328,10 @@ def _fp8_paragraph(f: Fp8, max_paths: int) -> tuple[str, list[str]]:
 
 
 def _plans_paragraphs(plans: Iterable[Planned]) -> list[tuple[str, list[str]]]:
-    """Returns the paragraphs about plans. Modules with the same text, such as blocks, share a paragraph."""
+    """Returns the report's paragraphs about plans, which are traced lists of kernels.
+
+    Modules with the same text, such as the blocks of a model, share a paragraph.
+    """
     same: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for each in plans:
         same.setdefault(_about_plans(each), []).append(each.path or each.kind)
@@ -332,7 +339,7 @@ def _plans_paragraphs(plans: Iterable[Planned]) -> list[tuple[str, list[str]]]:
 
 
 def _about_plans(p: Planned) -> tuple[str, str, tuple[str, ...]]:
-    """Returns what the report says about the plans of a module.
+    """Returns what the report says about the plans (traced lists of kernels) of a module.
 
     The result is (text before the module's name, text after the name, lines below).
     """
@@ -361,7 +368,7 @@ def _calls_text(count: int, reason: str) -> str:
 
 
 def grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Returns a dict from each reason to the list of all paths with this reason.
+    """Returns a dict from each reason to the paths of all modules with this reason.
 
     ``pairs``: (reason, path) for each path.
     """
@@ -376,7 +383,7 @@ def some(paths: list[str], most: int = _SHOWN_PATHS) -> str:
 
 
 def parts_text(parts: Sequence[object]) -> str:
-    """Returns the number of ``parts`` with a noun: ``1 part``, ``2 parts``."""
+    """Returns the number of ``parts`` with the noun "part": ``1 part``, ``2 parts``."""
     return f"{len(parts)} part{'' if len(parts) == 1 else 's'}"
 
 

@@ -40,12 +40,12 @@ class Options:
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """Names of the fusions that are off by default and that these options turn on."""
+        """Names of the fusions that are off by default, and that these options of ``optimize`` turn on."""
         return ("batch_norm",) if self.fold_batch_norm else ()
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Names of the fusions that these options turn off."""
+        """Names of the fusions that these options of ``optimize`` turn off."""
         return () if self.exact_tiling else ("tiled_decode",)
 
 
@@ -56,7 +56,7 @@ class Found:
     Attributes:
         name: the component's path.
         component: a model, or an object of a pipeline that is no module, such as a scheduler.
-        findings: for each fusion that the options allow, what the fusion can do with the component's modules,
+        findings: what each fusion that the options of ``optimize`` allow can do with the component's modules,
             or why it can do nothing.
         is_stock: True if sdfastgn had changed nothing in the component.
     """
@@ -80,17 +80,18 @@ class FoundModel(Found):
         modules: the model and all modules in it.
         devices: the devices of the model's parameters.
         has_fusions: True if the model is optimized, or if there is a fusion for a module in it.
-        is_graphable: True if the model is or contains a module whose calls become CUDA graphs.
+        is_graphable: True if the model is or contains a module whose calls can become CUDA graphs.
         kind: what plans (traced lists of kernels) can do for the model.
         takes_adapters: True if the model has adapters, or can get some.
         modes: for each module whose calls run as CUDA graphs, its option ``cuda_graphs``.
         laid_out: the modules whose memory layout sdfastgn had changed.
         followed: the modules whose moves between devices sdfastgn noticed. A ``Moves`` object had replaced
             their method ``_apply`` (``moves.py``).
-        in_fp8: the models in this model that had matrix products in FP8, with these products.
+        in_fp8: a dict from the models in this model that had matrix products in FP8 to these products.
         unmerged: the modules whose adapters were not merged, because of ``merge_adapters=False``.
         asked, left_out: names of the fusions that the user had turned on and off.
-        leaving: the applied fusions that the options turn off, with their modules.
+        leaving: the fusions that were applied and that the options of ``optimize`` turn off, with their
+            modules.
         trusted: the packages that the option ``trust`` named for the model's plans; None if it had no plans.
     """
 
@@ -117,7 +118,7 @@ class FoundModel(Found):
 
 @dataclass(frozen=True)
 class Survey:
-    """What can be optimized in a pipeline or a model, and its present state.
+    """What can be optimized in a pipeline or a model, and the state in which it is now.
 
     Attributes:
         models: a dict from names to what was found, for all components that are models. If the user has given
@@ -230,13 +231,14 @@ def _found_in(name: str, named: list[tuple[str, nn.Module]], options: Options | 
 
 
 def may_change(was: FoundModel, options: Options, has_parts: bool) -> bool:
-    """True if ``optimize`` may change fusions, layout, merged weights or FP8 of the model ``was.component``.
+    """True if other threads must not run the model ``was.component`` while ``optimize`` changes it.
 
-    During such a change no other thread may run the model. Other changes do not count, because they are safe
-    while other threads run the model: options of CUDA graphs, fusions that are left out, and the replacement
-    of the method ``_apply``.
+    This is so if ``optimize`` may change fusions, layout, merged weights or FP8.
 
-    ``has_parts``: False if only adapters of the model may be merged.
+    Other changes are safe while other threads run the model: options of CUDA graphs, fusions that are left
+    out, and the replacement of the method ``_apply``.
+
+    ``has_parts``: False if ``optimize`` can do nothing for the model except for merging its adapters.
     """
     if not options.merge_adapters and any(map(merging.is_merged, was.modules)):
         return True
@@ -249,12 +251,12 @@ def may_change(was: FoundModel, options: Options, has_parts: bool) -> bool:
 
 
 def put_back(before: Iterable[Found], followed: Iterable[nn.Module]) -> list[tuple[str, Any]]:
-    """Give each component the state that it had before ``optimize``.
+    """Give each component of a pipeline the state that it had before ``optimize``.
 
     Returns (path, module or other object of a pipeline) for all that could not be restored.
 
-    ``before``: the states. ``followed``: other models, whose moves between devices need not be noticed any
-    more.
+    ``before``: the components and their states. ``followed``: other models of the pipeline. From now on
+    sdfastgn does not notice when these move between devices.
     """
     left = []
     for was in before:
@@ -301,8 +303,8 @@ def _put_back_model(was: FoundModel) -> None:
 
 
 def _allow_merging_as(was: FoundModel) -> None:
-    # ``allow`` decides for a module and for all modules in it. ``modules()`` yields a module before the
-    # modules in it, so their own state is put back last.
+    # ``allow`` allows or forbids merging in a module and in all modules in it. ``modules()`` yields a module
+    # before the modules in it, so each module gets its own state last.
     for module in was.component.modules():
         if merging.is_allowed(module) == (module in was.unmerged):
             merging.allow(module, module not in was.unmerged)

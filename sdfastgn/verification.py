@@ -30,11 +30,11 @@ from sdfastgn.patches.layout import channels_last
 RIGHT, PUT_BACK, UNVERIFIED = "right", "put back", "not verified"
 # A fused module is right if its error is at most ``_FACTOR`` times the error of the original code, plus
 # ``_UNITS`` units of rounding (the dtype's eps). The fused module rounds less often than the original code,
-# but in another order. So its error may be larger by chance if the result has only a few hundred elements.
-# The error of a broken module is far larger.
+# but in another order. So the error of the fused module may be larger by chance if the result has only a few
+# hundred elements. The error of a broken module is far larger.
 _FACTOR = 4.0
-# This number of units of rounding is always allowed. Otherwise a fused module would have to be exact where
-# the error of the original code is zero by chance.
+# The error of a fused module may always have this number of units of rounding. Otherwise the module would
+# have to be exact where the error of the original code is zero by chance.
 _UNITS = 1.0
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -82,7 +82,8 @@ def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
             status, why, *errors = UNVERIFIED, reason or "the small call does not reach it"
             if module in recorded:
                 status, why, *errors = _judge(module, recorded.pop(module))
-                # The original code, which ``_judge`` has run, has restored the weights' original layout.
+                # ``_judge`` has run the original code, which has restored the weights' layout. Fused code
+                # needs channels-last.
                 channels_last.apply(root)
             verdicts.append(Verdict(path, type(module).__name__, names, status, why, *errors))
             if status == PUT_BACK:
@@ -104,16 +105,17 @@ def _recorded(root: nn.Module, modules: list[nn.Module]) -> tuple[dict[nn.Module
             return {}, f"there are no inputs for a {type(root).__name__}"
         with _kept_tensors(root):
             return record(modules, call), ""
-    except Exception as error:  # the inputs may not fit an unusual configuration, so any error may occur
+    except Exception as error:  # any error may occur: the inputs may not fit an unusual configuration
         return {}, f"the small call fails: {one_line(error)}"
     finally:
         channels_last.apply(root)
 
 
 def record(modules: list[nn.Module], call: Callable[[], object]) -> dict[nn.Module, Inputs]:
-    """Runs ``call`` with the models' original code. Returns the arguments of the first call of each module.
+    """Runs ``call`` with the original code of all models. Returns the arguments that ``modules`` get.
 
-    The result is a dict with an entry for each of ``modules`` that ``call`` runs.
+    The result is a dict from each of ``modules`` that ``call`` runs to the arguments of the module's first
+    call.
     """
     found: dict[nn.Module, Inputs] = {}
 
@@ -146,29 +148,30 @@ def _judge(module: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
         error, stock_error, bound = compare(module, inputs)
     except _FusedError as failure:
         return PUT_BACK, f"verification: it raises {one_line(failure.__cause__ or failure)}"
-    except Exception as failure:  # for instance, there is too little memory
+    except Exception as failure:  # such as too little memory
         return UNVERIFIED, f"stock's code fails: {one_line(failure)}"
     if dispatch.why_off is not None:
         return UNVERIFIED, f"no kernel runs: {dispatch.why_off}"
     if not bound < float("inf"):
         return UNVERIFIED, "stock's own output is not finite", error, stock_error
-    if error <= bound:  # an error of NaN is not accepted here
+    if error <= bound:  # False if the error is NaN
         return RIGHT, "", error, stock_error
     why = f"verification: its error is {error:.2g}, stock's {stock_error:.2g}"
     return PUT_BACK, why, error, stock_error
 
 
 class _FusedError(Exception):
-    """Raised if a fused module raises an error. The ``__cause__`` is this error."""
+    """Raised if the fused code of a module raises an error, which is the ``__cause__``."""
 
 
 def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
     """Compares each output of the fused ``module`` with that of the module's original code.
 
     Returns (error, error of the original code, maximum error) of the worst output: the output whose error
-    exceeds its maximum by most. Outputs that only the original code returns are not compared, because its
-    caches may have entries that nothing reads. Raises ``_FusedError`` if the fused code raises an exception
-    or does not return the original code's first output. Exceptions of the original code are not caught.
+    exceeds its maximum by most. Outputs that only the original code returns are not compared, because caches
+    of the original code may have entries that nothing reads. Raises ``_FusedError`` if the fused code raises
+    an exception or does not return the original code's first output. Exceptions of the original code are not
+    caught.
     """
     try:
         fused = _outputs(module, _copied(inputs, channels_last=True))
@@ -193,7 +196,10 @@ def compare(module: nn.Module, inputs: Inputs) -> tuple[float, float, float]:
 
 
 def _outputs(module: nn.Module, inputs: Inputs) -> dict[tuple[Any, ...], Tensor]:
-    """Calls ``module``. Returns all floating-point tensors in its result, by their keys and indices there."""
+    """Calls ``module``. Returns a dict of the floating-point tensors in the result.
+
+    The key of a tensor is its place in the result: the keys and indices that lead to it.
+    """
     args, kwargs = inputs
     with _kept_tensors(module):
         return dict(_tensors(module(*args, **kwargs)))
@@ -213,7 +219,7 @@ def _relative_error(y: Tensor, truth: Tensor) -> float:
 
 
 def _copied(inputs: Inputs, *, dtype: torch.dtype | None = None, channels_last: bool = False) -> Inputs:
-    """Returns a copy of the arguments ``inputs``, with copies of all tensors.
+    """Returns a copy of ``inputs``, the arguments of a call, with copies of all tensors.
 
     ``dtype``: new dtype of floating-point tensors. ``channels_last``: True to make 4-d tensors channels-last.
     """

@@ -17,7 +17,7 @@ _PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "peft
 
 
 def never_run(package: str, version: str) -> str | None:
-    """Returns a note for the user if the tests never ran with this version of ``package``; else None.
+    """Returns a note for the user if sdfastgn's tests never ran with this version of ``package``; else None.
 
     Also returns None for a package that is not in ``RUN``. Only the first two numbers of ``version`` are
     compared.
@@ -29,7 +29,10 @@ def never_run(package: str, version: str) -> str | None:
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Returns the installed version of each package that may change results; None if it is not installed."""
+    """Returns the installed versions of the packages that may change measured times or outputs.
+
+    The version is None if a package is not installed.
+    """
     found: dict[str, str | None] = dict.fromkeys(_PACKAGES)
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -39,7 +39,7 @@ _KNOWN_EMBEDDINGS = {
 
 
 def unet_reason(config: Mapping[str, Any]) -> str:
-    """Why ``unet_inputs`` cannot make inputs for a UNet with this configuration; empty if it can."""
+    """Why ``unet_inputs`` cannot make inputs for a UNet of this configuration; empty if it can."""
     kind = config.get("_class_name", "UNet2DConditionModel")
     if kind not in ("UNet2DConditionModel", "UNet2DModel"):
         return f"a {kind} takes inputs that the benchmark does not make"
@@ -50,7 +50,7 @@ def unet_reason(config: Mapping[str, Any]) -> str:
 
 
 def unet_difference(config: Mapping[str, Any], model: str) -> str:
-    """Says in which setting ``config`` first differs from the UNet of ``model``; empty if in none.
+    """Says in which setting ``config`` first differs from the UNet named ``model``; empty if in none.
 
     An example of a result is ``"layers_per_block (1, 1), not (2, 2)"``. Only settings that are in ``UNETS``,
     for any model, are compared, and the image size is not. So the number of input channels is not compared
@@ -84,7 +84,7 @@ def _setting(config: Mapping[str, Any], key: str) -> Any:
 def build_unet(
     model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
 ) -> UNet2DConditionModel:
-    """Returns the UNet of ``model`` in eval mode, with random weights drawn from ``seed``."""
+    """Returns the UNet of the model named ``model``, in eval mode, with random weights from ``seed``."""
     from diffusers import UNet2DConditionModel
 
     return with_random_weights(lambda: UNet2DConditionModel(**UNETS[model]), dtype, device, seed)
@@ -93,7 +93,7 @@ def build_unet(
 def build_vae(
     model: str, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
 ) -> AutoencoderKL | AutoencoderTiny:
-    """Returns the VAE of ``model`` in eval mode, with random weights drawn from ``seed``.
+    """Returns the VAE of the model named ``model``, in eval mode, with random weights from ``seed``.
 
     ``force_upcast`` is off, so pipelines decode in ``dtype``, although SDXL's pipeline would use fp32.
     """
@@ -108,7 +108,7 @@ def build_vae(
 def build_video_network(
     network: VideoNetwork, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
 ) -> Any:
-    """Returns ``network`` in eval mode, with random weights drawn from ``seed``."""
+    """Returns the network that ``network`` describes, in eval mode, with random weights from ``seed``."""
     import diffusers
 
     cls = getattr(diffusers, network.cls)
@@ -116,7 +116,7 @@ def build_video_network(
 
 
 def unet_inputs(model: str, **options: Any) -> dict[str, Any]:
-    """Returns random keyword arguments for one step of the UNet of ``model``.
+    """Returns random keyword arguments for one step of the UNet of the model named ``model``.
 
     ``options``: the arguments of ``sdfastgn.model_inputs.unet_inputs``.
     """
@@ -148,8 +148,8 @@ def with_random_weights(
         return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
     # The hook puts each new parameter on the meta device, where it needs no values: initializing 2.6 billion
-    # values on the CPU would take minutes. (The type is ignored, because torch's stubs say that such a hook
-    # returns None.)
+    # values on the CPU would take minutes. (The type checker ignores the hook, because torch's stubs say that
+    # such a hook returns None.)
     hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
     try:
         model = build()

@@ -34,7 +34,7 @@ from typing import Any
 PROMPT = "a photograph of an astronaut riding a horse"
 # torch's name of the dtype for each value of the command-line option --dtype.
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-# Options of the command line for which pipelines have their own default: for each option the name of the
+# Those options of the command line whose default depends on the pipeline: for each option the name of the
 # pipeline's argument.
 ARGUMENTS = {"steps": "num_inference_steps", "guidance": "guidance_scale"}
 # The allowed seeds: signed 64-bit integers. Some tensors are drawn with larger seeds, such as ``seed + 1``,

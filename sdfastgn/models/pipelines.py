@@ -67,7 +67,7 @@ def load_pipeline(
     device: torch.device | str,
     variant: str | None = None,
 ) -> Any:
-    """Load a saved pipeline.
+    """Load the saved pipeline ``weights``, and move it to ``device``.
 
     Args:
         option: the command-line option that named the pipeline, for errors.
@@ -81,14 +81,14 @@ def load_pipeline(
         raise OptionError(f"{option}: {weights!r} is a file; expected a saved pipeline's folder or a Hub id")
     try:
         pipe = DiffusionPipeline.from_pretrained(weights, variant=variant, **{_DTYPE: dtype})
-    except Exception as error:  # diffusers raises many classes of error, such as KeyError
+    except Exception as error:  # diffusers raises errors of many classes, such as KeyError
         saved.check_hub(option, weights, error)
         raise OptionError(f"{option}: cannot load {weights!r}: {one_line(error)}") from error
     return pipe.to(device)
 
 
 def build_tokenizer(words: Iterable[str] = ()) -> CLIPTokenizer:
-    """Returns a CLIP tokenizer whose vocabulary has single bytes, and ``words`` with their beginnings."""
+    """Returns a CLIP tokenizer that knows all single bytes, ``words``, and the beginnings of ``words``."""
     # The tokenizer is loaded from files, which work with transformers 4 and 5. The arguments of
     # CLIPTokenizer's constructor differ between these two.
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +125,7 @@ def _text_encoder(
     cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, seed: int
 ) -> CLIPTextModel:
     tokens = {"bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
-    # The encoder is not built on the meta device, where its buffers would get no values.
+    # The text encoder is not built on the meta device, where its buffers would get no values.
     with torch.device(device):
         encoder = cls(CLIPTextConfig(**config, **tokens))
     return architectures.randomize(encoder.to(dtype), seed).eval()

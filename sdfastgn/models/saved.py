@@ -23,7 +23,8 @@ def load_config(weights: str, component: str) -> dict[str, Any]:
     """
     if Path(weights).is_dir():
         return dict(json.loads((Path(weights) / component / _CONFIG).read_text(encoding="utf-8")))
-    # This class is used for all components, because its ``load_config`` works for any of them.
+    # ``UNet2DConditionModel`` reads the configurations of all components, because its ``load_config`` works
+    # for each of them.
     from diffusers import UNet2DConditionModel
 
     with warnings.catch_warnings():
@@ -90,7 +91,7 @@ def native_size(weights: str, unet: Mapping[str, Any], without_vae: int) -> tupl
     """
     try:
         scale = latent_scale(load_config(weights, "vae"))
-    except Exception:  # there is no VAE, or the network failed: then loading the pipeline later says so
+    except Exception:  # no VAE, or no network: then loading the pipeline later says so
         scale = without_vae
     latents = unet.get("sample_size") or UNETS["sd15"]["sample_size"]
     return (latents if isinstance(latents, int) else max(latents)) * scale, scale

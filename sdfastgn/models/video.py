@@ -12,11 +12,11 @@ from torch import Tensor
 
 from sdfastgn.model_inputs import randn
 
-# A position of the latent covers 8 x 8 pixels, unless the model's settings say otherwise. In the autoencoders
-# that compress time, the first latent frame covers one frame of the video, and each further latent frame
-# covers four frames.
+# ``PIXELS``: a position of the latent covers 8 x 8 pixels, unless the model's settings say otherwise.
+# ``FRAMES``: in autoencoders that compress time, each latent frame covers four frames of the video, except
+# for the first one, which covers one.
 PIXELS, FRAMES = 8, 4
-# Autoencoders whose latents have no axis for frames.
+# Names of the classes of autoencoders whose latents have no axis for frames.
 _OF_IMAGES = ("AutoencoderDC", "AutoencoderKLKVAE")
 # Number of tokens to which CLIP's text encoder pads or cuts a text.
 _TOKENS = 77

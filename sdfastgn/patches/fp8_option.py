@@ -1,8 +1,8 @@
 """``optimize``'s option ``precision``: lets the matrix products of models run in FP8, or ends this.
 
-There are two kinds of such products. The fused transformer blocks compute some of their linear layers in FP8
-(``fp8/product.py``). Plans, which are traced lists of kernels that replace a model's Python, compute their
-large linear layers in FP8, with a scale for each row of the weights (``fp8/rows.py``).
+There are two kinds of such matrix products. The fused transformer blocks compute some of their linear layers
+in FP8 (``fp8/product.py``). Plans, which are traced lists of kernels that replace a model's Python, compute
+their large linear layers in FP8, with a scale for each row of the weights (``fp8/rows.py``).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def set_precision(root: nn.Module, precision: str | None, *, has_rows: bool = Fa
 
 
 def put_back(root: nn.Module, kept: Mapping[nn.Module, fp8.Kept]) -> None:
-    """Give the models in ``root`` their former matrix products in FP8 again, with the same scales.
+    """Give the models in ``root`` their former matrix products in FP8 again, with their scales.
 
     ``kept``: the former products of each model, as ``fp8.kept_in`` returned them.
     """
@@ -70,7 +70,8 @@ def _products_in(model: nn.Module) -> list[tuple[nn.Module, list[Tensor]]]:
 
     ``module`` is a linear layer, or contains the layers with the same input that one product computes.
     """
-    # If diffusers was not imported, no model has its blocks. It may also not be installed.
+    # Only diffusers has blocks with such products. If it was not imported, no model has such a block. It may
+    # also not be installed.
     if sys.modules.get("diffusers") is None:
         return []
     from sdfastgn.patches.fusions.transformer_block import products_in
@@ -79,5 +80,8 @@ def _products_in(model: nn.Module) -> list[tuple[nn.Module, list[Tensor]]]:
 
 
 def _models_in(root: nn.Module) -> list[nn.Module]:
-    """The models in ``root`` that can have CUDA graphs; ``root`` itself if there is none."""
+    """The models in ``root`` that can have CUDA graphs, except for models inside of others.
+
+    Only ``root`` itself if there are none.
+    """
     return [model for _, model in graphs.outermost(root)] or [root]

@@ -28,15 +28,16 @@ from sdfastgn.patches.registry import ASKED_FUSIONS, FUSIONS, OBJECT_FUSIONS
 from sdfastgn.patches.swap.fusion import Fusion, is_over_fused, restore_class
 
 # The modules that got their original code again because a comparison found that they were wrong when fused.
-# The value is the reason why the module must not be fused again. It is not kept in the module's ``__dict__``,
-# because sdfastgn leaves nothing in a module that is not fused.
+# The value is the reason why the module must not be fused again. This reason is not kept in the module's
+# ``__dict__``, because sdfastgn leaves nothing in a module that is not fused.
 _put_back: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-# For each model, the names of the fusions that the last ``leave_out`` has undone. ``inspect`` ignores them.
+# For each model, the names of the fusions that the last ``leave_out`` has undone. ``inspect`` leaves them
+# out.
 _left_out: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 # For each model, the names of the fusions that are off by default, but that the user has asked for (``ask``).
 _asked: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
-# For each scheduler or other object of a pipeline that ``apply`` changed, its path and the pipeline. If the
-# pipeline has got another object since then, the old object is found here and can still be restored.
+# For each scheduler or other object of a pipeline that ``apply`` changed: the object's path and the pipeline.
+# If the pipeline has got another object since then, the old object is found here and can still be restored.
 _found_at: weakref.WeakKeyDictionary[Any, tuple[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
@@ -127,8 +128,8 @@ def inspect_model(
             if fusion.claims(module):
                 finding = _finding(path, module, fusion, reason, why_now)
                 findings.append(finding)
-                # Some fusions have a method ``skipped_in``. This method yields the children of the module
-                # that stay as they are although the module is fused.
+                # Some fusions have a method ``skipped_in``, which yields (name, child, reason) of those
+                # children of a fused module that stay as they are. The report shall list them as skipped.
                 skipped_in = getattr(fusion, "skipped_in", None)
                 if skipped_in is not None and finding.status != "skipped":
                     for name, child, why in skipped_in(module):
@@ -177,7 +178,7 @@ def _in_order(component: Any) -> tuple[Any, ...]:
 
 
 def needs_change(root: nn.Module, findings: list[Finding]) -> bool:
-    """True if ``apply(root, findings)`` would change anything in the model ``root``."""
+    """True if ``apply(root, findings)`` would fuse a module or make a convolution channels-last."""
     return any(f.status == "fusable" for f in findings) or not channels_last.is_complete(root)
 
 
@@ -202,14 +203,15 @@ def apply(component: Any, findings: list[Finding], pipeline: Any = None, *, lays
             channels_last.apply(component)
         return
     for finding in findings:
-        with contextlib.suppress(TypeError):  # not every class allows weak references
+        with contextlib.suppress(TypeError):  # objects of some classes have no weak references
             _found_at[component] = finding.path, weakref.ref(pipeline)
 
 
 def ask(roots: Iterable[nn.Module], names: Collection[str]) -> None:
     """Remember that the user has asked for the fusions ``names`` in the models ``roots``.
 
-    ``names`` are added to the names of earlier calls. ``undo`` forgets them all.
+    ``names`` are added to the names of earlier calls. ``undo`` forgets all of them. Such fusions are off by
+    default.
     """
     for root in roots if names else ():
         _asked[root] = asked_of(root).union(names)
@@ -294,14 +296,14 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
         return [(prefix, component)] if over else []
     _left_out.pop(component, None)
     _asked.pop(component, None)
-    modules = list(component.modules())  # this list stays right, because no undo adds or removes modules
+    modules = list(component.modules())  # no ``fusion.undo`` adds or removes a module
     for fusion in reversed(_in_order(component)):
         for module in modules:
             if fusion.is_applied(module):
                 fusion.undo(module)
     for module in modules:
-        # Some fusions reach the modules to restore through a parent. If other code has replaced the parent,
-        # ``fusion.undo`` has missed these modules.
+        # Some fusions restore a module through its parent. If other code has replaced the parent,
+        # ``fusion.undo`` has missed the module.
         restore_class(module)
         channels_last.restore(module)
         _forget(module)
@@ -310,7 +312,7 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _forget(module: Any) -> None:
-    """Deletes what sdfastgn keeps about ``module``: its packed, merged and FP8 weights.
+    """Deletes what sdfastgn keeps for ``module``: weights that are packed, merged or in FP8.
 
     Also deletes the reason why the module must not be fused again, if there is one.
     """

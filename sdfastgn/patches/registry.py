@@ -49,7 +49,7 @@ _OF_PIPELINES = (
 
 # The Python modules in ``sdfastgn.patches`` that could not be imported: a dict from the module's name to the
 # error's message. The installed diffusers lacks a class that such a module's fusions replace, or has moved
-# this class. The fusions of such a module are not in the tuples below.
+# this class. ``FUSIONS`` and the other tuples below do not have the fusions of such a module.
 MISSING: dict[str, str] = {}
 
 
@@ -68,7 +68,8 @@ def _fusions(*entries: tuple[str, ...]) -> tuple[Any, ...]:
 
 _has_diffusers = importlib.util.find_spec("diffusers") is not None
 FUSIONS: tuple[Fusion, ...] = _fusions(*_FUSIONS, *(_OF_DIFFUSERS if _has_diffusers else ()))
-# A dict from names to fusions, for the fusions that are applied only if the user asks for them.
+# A dict from names to fusions, for the fusions for ``nn.Module``s that are applied only if the user asks for
+# them.
 ASKED_FUSIONS: dict[str, Fusion] = {fusion.name: fusion for fusion in _fusions(*_ASKED)}
 # The fusions for objects of a pipeline that are not ``nn.Module``s, such as schedulers.
 OBJECT_FUSIONS: tuple[ObjectFusion, ...] = _fusions(*(_OF_PIPELINES if _has_diffusers else ()))

@@ -52,14 +52,15 @@ def clone(patcher: Any) -> Any:
     model = None if stock is None else stock.get_clone_model_override()
     found = patcher.clone(disable_dynamic=True, model_override=model)
     if stock is None:
-        # ``stock`` must have neither LoRAs nor code of other nodes, which may refer to ``patcher``. So it is
-        # made from a new ``ModelPatcher``, and is not a clone of ``found``, which has both.
+        # ``stock``, the patcher kept in ``_loaded``, must have neither LoRAs nor code of other nodes, which
+        # may refer to ``patcher``. So it is made from a new ``ModelPatcher``: a clone of ``found`` would have
+        # both.
         empty = type(found)(found.model, found.load_device, found.offload_device)
         stock = empty.clone(model_override=found.get_clone_model_override())
         _loaded[patcher.model] = stock
-    # When ``found`` is deleted, ComfyUI unloads the model of its parent. The parent that ``clone`` has set is
-    # ``patcher``. Then the model under DynamicVRAM would be unloaded, and the second one would stay on the
-    # GPU.
+    # When ``found``, the returned clone, is deleted, ComfyUI unloads the model of the clone's parent. The
+    # parent that ``patcher.clone`` has set is ``patcher``, whose model is another one, under DynamicVRAM.
+    # ``stock`` has the same model as ``found``, so it becomes the parent.
     found.parent = stock
     return found
 

@@ -25,22 +25,27 @@ from sdfastgn.patches.comfyui.staying import staying
 
 # The VAE whose ``decode`` leaves its pixels on the GPU at the moment, in this thread. None if there is none.
 _on_gpu: ContextVar[FusedVAE | None] = ContextVar("_on_gpu", default=None)
-# Pixels are scaled on the GPU if two copies of them in fp32 take at most this fraction of the memory that
-# ComfyUI frees for the decode. The decode then needs no more memory than ComfyUI's own: when the copies are
-# made, the autoencoder has given back the memory of its layers.
+# Decoded pixels are scaled and clamped on the GPU, and not on the CPU, if two copies of them in fp32 take at
+# most this fraction of the memory that ComfyUI frees for the decode. The decode then needs no more memory
+# than ComfyUI's own: when the copies are made, the autoencoder has given back the memory of its layers.
 _FRACTION = 1 / 8
-# The types of the VAE's ``device`` and ``output_device`` for which pixels are scaled on the first of them.
+# Decoded pixels are scaled on the GPU only if these are the types of ``VAE.device`` and
+# ``VAE.output_device``.
 _WAY = ("cuda", "cpu")
-# Number of elements of a pinned buffer: 16 MiB in fp32. A copy uses two buffers.
+# Number of elements of a pinned buffer: 16 MiB in fp32. Pixels are copied to the CPU through two such
+# buffers.
 _BUFFER = 2**22
 
 
 class FusedVAE(comfy.sd.VAE):
-    """ComfyUI's ``VAE`` for an optimized autoencoder. It calls ComfyUI's methods."""
+    """ComfyUI's ``VAE`` with an optimized autoencoder. It keeps the autoencoder fused between calls."""
 
     @property
     def output_device(self) -> torch.device:
-        """The device of decoded pixels. While ``decode`` runs it may be the GPU."""
+        """The device to which ComfyUI's ``decode`` moves the pixels.
+
+        While ``decode`` runs it may be the GPU.
+        """
         given: torch.device = vars(self)["output_device"]
         return self.device if _on_gpu.get() is self else given
 
@@ -71,8 +76,8 @@ class FusedVAE(comfy.sd.VAE):
 
         The arguments are those of ComfyUI's method.
         """
-        # ``image_of`` takes the arguments of the tested versions of ComfyUI's method. If another version is
-        # installed, no model is fused, and ComfyUI's method gets the arguments.
+        # ``image_of`` takes the arguments of those versions of ComfyUI's ``decode_tiled_`` that were tested.
+        # If another version is installed, no model is fused, and ComfyUI's method gets the arguments.
         fusions = tiled_decode.AUTOENCODERS
         is_fused = any(fusion.is_applied(self.first_stage_model) for fusion in fusions)
         image = tiled_decode.image_of(self, *args, **options) if is_fused else None
@@ -80,11 +85,14 @@ class FusedVAE(comfy.sd.VAE):
 
 
 def fit(vae: FusedVAE, latents: Tensor) -> bool:
-    """Whether the pixels of ``latents`` are few enough to be scaled on the GPU (``_FRACTION``)."""
+    """True if the pixels that ``vae`` decodes from ``latents`` shall be scaled on the GPU.
+
+    There must be few enough of them (``_FRACTION``).
+    """
     N, _, *sizes = latents.shape
     if (vae.device.type, vae.output_device.type) != _WAY or len(sizes) != vae.latent_dim:
         return False
-    ratios = vae.upscale_ratio  # a number, or for each size a number or a function of the size
+    ratios = vae.upscale_ratio  # ``upscale_ratio``: a number, or for each size a number or a function
     ratios = ratios if isinstance(ratios, tuple) else (ratios,) * len(sizes)
     pairs = zip(ratios, sizes, strict=True)
     pixels = N * math.prod(ratio(size) if callable(ratio) else ratio * size for ratio, size in pairs)
@@ -95,10 +103,10 @@ def fit(vae: FusedVAE, latents: Tensor) -> bool:
 def to_cpu(pixels: Tensor) -> Tensor:
     """Returns a copy in pageable memory of ``pixels`` (N, ..., channels), with the same strides.
 
-    While the CPU empties one pinned buffer, the GPU fills another one. For 81 MB this took 11 ms on an H200's
-    host, and a copy into new pageable memory 58 ms.
+    While the CPU empties one pinned buffer, the GPU fills another one. For 81 MB from an H200 this took 11
+    ms, and a direct copy from the GPU into new pageable memory 58 ms.
     """
-    dense = pixels.movedim(-1, 1)  # ComfyUI's ``decode`` has moved the channels to the end
+    dense = pixels.movedim(-1, 1)  # undo ComfyUI's ``decode``, which moved the channels to the end
     if not dense.is_contiguous():
         return pixels.cpu()
     out = torch.empty(dense.shape, dtype=dense.dtype)

@@ -125,12 +125,15 @@ def drop_at_next_move(unet: nn.Module) -> None:
 
 
 def keep_at_moves(unet: nn.Module) -> None:
-    """Let ``unet`` keep its CUDA graphs when it is moved. This is the reverse of ``drop_at_next_move``."""
+    """Let ``unet`` keep its CUDA graphs when it is moved.
+
+    This ends what ``drop_at_next_move`` has begun.
+    """
     stop_following(unet, _DropGraphs)
 
 
 class _DropGraphs(InstanceEntry):
-    """Replaces the method ``_apply`` of a UNet, which ``.to()`` and similar methods call.
+    """Replaces the method ``_apply`` of a UNet. ``.to()`` and similar methods call ``_apply``.
 
     A call drops the UNet's CUDA graphs, removes this replacement, and runs the original method.
     """
@@ -148,7 +151,7 @@ class FusedUNetModel(UNetModel):
     """``UNetModel`` that runs as a CUDA graph where possible.
 
     Unless other nodes run code inside of the UNet, the UNet runs outside of inference mode, so that norms can
-    use stored statistics (``inference_mode.py``).
+    use the mean and variance that were stored for their input (``inference_mode.py``).
 
     x (N, C, H, W), timesteps (N,), context (N, tokens, D) -> (N, C_out, H, W).
     """
@@ -163,7 +166,8 @@ class FusedUNetModel(UNetModel):
         transformer_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        # Only ``GraphedForward``, which captures and replays CUDA graphs, calls without this argument.
+        # A call without ``transformer_options`` comes from ``GraphedForward``, which captures and replays
+        # graphs.
         if transformer_options is None:
             if control is not None:
                 control = {name: list(entries) for name, entries in control.items()}
@@ -184,8 +188,8 @@ class FusedUNetModel(UNetModel):
         options = {} if transformer_options is None else transformer_options
         graphed = _graphs.get(self)
         if has_other_nodes(options, graphed):
-            # Other nodes' code may write into inference tensors. PyTorch allows this only in inference mode,
-            # so inference mode stays on.
+            # Other nodes' code in the UNet may write into inference tensors. PyTorch allows this only in
+            # inference mode, so inference mode stays on.
             return super()._forward(x, timesteps, context, y, control, options, **kwargs)
         with outside_inference_mode():
             if graphed is None:
@@ -221,9 +225,10 @@ def _remove_used(unet: Any, control: dict[str, list[Any]]) -> None:
 
 
 def has_other_nodes(options: dict[str, Any], graphed: GraphedForward | None) -> bool:
-    """True if other nodes have put code into a call. Then ``graphed`` counts the call as one without a graph.
+    """True if other nodes have put code into a call. Then the call is counted as one without a CUDA graph.
 
-    ``options``: the ``transformer_options`` of the call.
+    ``options``: the ``transformer_options`` of the call. ``graphed``: counts the UNet's calls, unless it is
+    None.
     """
     reason = _other_nodes(options)
     if reason is not None and graphed is not None:
@@ -232,7 +237,7 @@ def has_other_nodes(options: dict[str, Any], graphed: GraphedForward | None) -> 
 
 
 def _other_nodes(options: dict[str, Any]) -> str | None:
-    """Returns a sentence with the names of other nodes' entries in ``options``; None if there are none.
+    """Returns a sentence with the names of other nodes' entries in a call; None if there are no such entries.
 
     ``options``: the ``transformer_options`` of a call.
     """

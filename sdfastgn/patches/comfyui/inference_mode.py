@@ -1,7 +1,7 @@
 """Leaves PyTorch's inference mode, in which ComfyUI runs all models.
 
 A tensor that is made in inference mode does not count the writes into it. Without this count, a norm cannot
-tell whether statistics that were stored for its input are still valid (``layers/statistics.py``).
+tell whether the mean and variance that were stored for its input are still valid (``layers/statistics.py``).
 """
 
 from __future__ import annotations

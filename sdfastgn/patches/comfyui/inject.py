@@ -69,10 +69,10 @@ def reason_to_stay(root: nn.Module) -> str | None:
 
 @functools.cache
 def _about(cls: Any, stage: int) -> tuple[Any, ...]:
-    """The fusions of a stage that may apply to modules of the class ``cls``.
+    """The fusions that may apply to modules of the class ``cls``.
 
-    ``stage``: an index into ``_STAGES``. The result is cached for each class, because a UNet has 2000 modules
-    but few classes.
+    ``stage``: an index into ``_STAGES``; only the fusions of this stage are returned. The result is cached
+    for each class, because a UNet has 2000 modules but few classes.
     """
     return tuple(fusion for fusion in _STAGES[stage] if issubclass(cls, fusion.stock))
 

@@ -33,12 +33,14 @@ from sdfastgn.patches.swap.tested_sources import TestedSource, tested, unknown_s
 _ops: Any = comfy.ops
 # The key in the ``__dict__`` of a fused layer under which the layer's former class, ComfyUI's, is kept.
 _STOCK_CLASS = "_sdfastgn_stock_class"
-# The class of the layer that ``prepared`` returns, by the name of ComfyUI's class.
+# ``prepared`` returns a layer with the weights for one call. The layer's class, by the name of the class that
+# ComfyUI's layer has.
 _CLASSES: dict[str, type[nn.Module]] = {
     "Conv2d": nn.Conv2d, "Linear": nn.Linear, "GroupNorm": FusedGroupNorm, "LayerNorm": nn.LayerNorm,
 }  # fmt: skip
-# The class of the layer that ``prepared`` returns, by ComfyUI's class. The layers of ComfyUI's
-# ``manual_cast`` always cast: they are for models whose weights have another dtype than their activations.
+# The class of the layer that ``prepared`` returns for one call, by the class that ComfyUI's layer has. The
+# layers of ComfyUI's ``manual_cast`` always cast: they are for models whose weights have another dtype than
+# their activations.
 _PREPARED: dict[type[nn.Module], type[nn.Module]] = {
     getattr(ops, name): cls
     for ops in (_ops.disable_weight_init, _ops.manual_cast)
@@ -55,10 +57,11 @@ class _Layer:
     def __init__(self, plain: type[nn.Module]) -> None:
         self.name = f"plain_{plain.__name__.lower()}"
         self.stock: type[nn.Module] = getattr(_ops.disable_weight_init, plain.__name__)
-        # ComfyUI's ``forward`` of the layer. The versions that were tested compute the same as PyTorch's
-        # ``forward`` if the weights need no cast.
+        # ComfyUI's ``forward`` of the layer must be a tested version. Tested versions compute the same as
+        # PyTorch's ``forward`` if the weights need no cast.
         self._when_plain = tested(self.stock, "forward")
-        # ComfyUI's code that casts, patches or moves the weights for a call, and releases them afterwards.
+        # ComfyUI's functions that cast, patch or move the weights for a call, and release them afterwards.
+        # For a layer that casts, their versions must be tested ones too.
         self._when_casting = (
             tested(self.stock, "forward_comfy_cast_weights"),
             tested(_ops, "cast_bias_weight", "uncast_bias_weight"),
@@ -140,7 +143,7 @@ def has_steady_weights(module: Any) -> bool:
     if has_other_class or not hasattr(module, "comfy_cast_weights"):
         return True
     if type(getattr(module, "weight", None)) not in (type(None), Tensor, nn.Parameter):
-        return False  # the weight is quantized, so unknown code casts it
+        return False  # quantized weight: unknown code casts it
     if not _casts(module):
         return True
     if _has_low_vram(module) or _has_functions(module):

@@ -122,9 +122,10 @@ def optimize_vae(vae: Any) -> Any:
 def call_after_load(
     vae: Any, key: str, after_load: Callable[[str], None], describe: Callable[[Any], str]
 ) -> None:
-    """Register ``after_load``, which is then called with ``describe(patcher)`` before each decode and encode.
+    """Let ``after_load`` be called with ``describe(patcher)``, the report, before each decode and encode.
 
-    ``after_load`` replaces a function that was registered before with the same ``key``.
+    ``patcher`` is the ``ModelPatcher`` of ``vae``, whose model is loaded by then. ``after_load`` replaces a
+    function that was registered before with the same ``key``.
 
     Raises:
         TypeError: ``vae`` is no VAE of ComfyUI.

@@ -19,7 +19,7 @@ from sdfastgn.patches.swap.fusion import Fusion
 from sdfastgn.patches.swap.tested_sources import Untested, how_to_compare, unknown_source
 
 # A dict from the name of a fusion to the report's word for the modules that this fusion changes. Each fusion
-# in ``CLAIMING`` has an entry.
+# in ``inject.CLAIMING`` has an entry.
 _WORDS = {
     "resblock": "ResNet blocks",
     "spatial_transformer": "transformers",
@@ -64,8 +64,8 @@ def text_of(patcher: Any, has_run: bool = True) -> str:
     if not fused:
         verdict = "not faster. All of it runs as stock"
     elif not any(fusion.is_applied(module) for module in root.modules() for fusion in CLAIMING):
-        # ComfyUI's history keeps this text after the run, too. So the text must be true before and after a
-        # run.
+        # ComfyUI's history keeps the report after the run, too. So the report's first line must be true
+        # before and after a run.
         verdict = f"{faster} whenever all of it is loaded"
     else:
         verdict = faster
@@ -149,7 +149,7 @@ def parts_of(root: nn.Module) -> tuple[Counter[str], dict[str, Counter[str]]]:
 def findings_in(
     root: nn.Module, fusions: Sequence[Fusion] = CLAIMING
 ) -> Iterator[tuple[nn.Module, Fusion, str | None]]:
-    """Yields (module, fusion, reason) for each module in ``root`` and each of ``fusions`` that is about it.
+    """Yields (module, fusion, reason) for each module in ``root`` and each of ``fusions`` that is for it.
 
     ``reason`` says why the module runs ComfyUI's code; it is None if the module is or can be fused. Outer
     modules come first.
@@ -163,7 +163,7 @@ def findings_in(
 def untested_in(root: nn.Module) -> list[Untested]:
     """Returns each reason why modules of ``root`` are not fused because ComfyUI's code was never tested.
 
-    Code of the tiled decode is left out, because no other call runs this code.
+    Reasons about the tiled decode's code are left out, because no other call runs this code.
     """
     unknown = [each for each in CLAIMING if each not in AUTOENCODERS and unknown_source(*each.sources)]
     found = (reason for _, _, reason in findings_in(root, unknown))

@@ -57,7 +57,8 @@ class StayingPatcher(ModelPatcher):
             and getattr(model, "model_loaded_weight_memory", 0) > 0
             and not (self.object_patches or self.object_patches_backup)
             and getattr(self, "forced_hooks", None) is getattr(self, "current_hooks", None) is None
-            # If other code has replaced code that the model calls, an injection decides anew what is fused.
+            # If other code has replaced code that the model calls, the model counts as changed, so that an
+            # injection decides anew what is fused.
             and not replaced_in_calls(model)
         )
 
@@ -85,7 +86,7 @@ class StayingPatcher(ModelPatcher):
         if was_ejected:
             self.eject_model()
 
-    # ---- methods by which ComfyUI changes the model; an ejection that was ignored is done before that
+    # ---- methods by which ComfyUI changes the model. Before the change, an ejection that was ignored is done
 
     def load(self, *args: Any, **options: Any) -> Any:
         self.leave()
@@ -143,13 +144,16 @@ def stay_fused(patcher: Any) -> None:
     """
     if type(patcher) is ModelPatcher:
         patcher.__class__ = StayingPatcher
-    # Old releases of ComfyUI do not have this kind of wrapper.
+    # Old releases of ComfyUI have no wrappers around the function that loads the sampler's model.
     if isinstance(patcher, StayingPatcher) and hasattr(WrappersMP, "PREPARE_SAMPLING"):
         patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, _KEY)
         patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, _KEY, _load)
 
 
 def _load(executor: Any, patcher: Any, *args: Any, **options: Any) -> Any:
-    """Runs ComfyUI's function that loads the sampler's model. ``executor`` calls that function."""
+    """Runs ComfyUI's function that loads the sampler's model. Meanwhile the model stays fused.
+
+    ``executor`` calls ComfyUI's function.
+    """
     with staying(patcher):
         return executor(patcher, *args, **options)

@@ -47,8 +47,8 @@ class _Request(NamedTuple):
     after_layer: Callable[[], object]
 
 
-# Set while this thread runs a tiled decode. Decoders then run in strips of the image. If it is None, decoders
-# run on whole images.
+# A ``_Request`` while this thread runs a tiled decode: decoders then run in strips of the image. Otherwise
+# None: decoders run on whole images.
 _request: ContextVar[_Request | None] = ContextVar("_request", default=None)
 
 
@@ -80,7 +80,7 @@ def _parts(decoder: Any) -> Parts:
         layers += map(_resnet_parts, up.block)
         if i > 0:
             layers.append(UpsampleParts(up.upsample.conv, up.upsample))
-    # The decoder calls a function for its last SiLU, but ``OutParts`` needs a module. So a new module is
+    # The decoder calls a function for its last SiLU, but ``OutParts`` needs a module. So a new ``nn.SiLU`` is
     # made.
     return Parts(tuple(layers), OutParts(decoder.norm_out, nn.SiLU(), decoder.conv_out))
 
@@ -120,7 +120,7 @@ def image_of(
         with setting(_request, _Request(share, partial(bar.update, 1))):
             for i, latent in enumerate(latents.split(1)):
                 found = model.decode(latent)
-                if image is None:  # like ComfyUI's own image, this one has PyTorch's default dtype
+                if image is None:  # ``image`` gets PyTorch's default dtype, as in ComfyUI
                     image = torch.empty((len(latents), *found.shape[1:]), device=vae.output_device)
                 image[i] = found[0]
     except torch.OutOfMemoryError:

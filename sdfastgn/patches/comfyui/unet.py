@@ -90,7 +90,7 @@ class FusedSpatialTransformer(SpatialTransformer):
         if not (dispatch.has_kernels(x) and x.dim() == 4):
             return super().forward(x, context, options)
         contexts = context if isinstance(context, list) else [context] * len(self.transformer_blocks)
-        # Other nodes read the entries ``activations_shape`` and ``block_index``.
+        # Other nodes read the entries ``activations_shape`` and ``block_index`` of ``transformer_options``.
         options["activations_shape"] = list(x.shape)
         _, _, H, W = x.shape
         h = prepared(self.norm, x)(x)

@@ -1,9 +1,9 @@
 """Fusions for the blocks of ComfyUI's image autoencoders (SD 1.5, SD 2, SDXL, SD3, Flux).
 
-The fused classes of the encoder and the decoder turn inference mode off, so that norms can use stored
-statistics (``inference_mode.py``). A tiled decode runs the fused decoder in strips of the image
-(``tiled_decode.py``). The activation after the last norm stays a separate pass: ComfyUI's ``forward`` calls a
-function for the activation, so there is no module that could be replaced.
+The fused classes of the encoder and the decoder turn inference mode off, so that norms can use the mean and
+variance that were stored for their input (``inference_mode.py``). A tiled decode runs the fused decoder in
+strips of the image (``tiled_decode.py``). The activation after the last norm stays a separate pass: ComfyUI's
+``forward`` calls a function for the activation, so there is no module that could be replaced.
 
 ComfyUI uses some of these classes in autoencoders for videos, too. There they are not fused. Such an
 autoencoder runs as a plan instead: a traced list of kernels that replaces the Python of its forward.
@@ -86,9 +86,10 @@ class FusedUpsample(Upsample):
 
 
 class FusedEncoder(Encoder):
-    """``Encoder`` that runs outside of inference mode, so that norms can use stored statistics.
+    """``Encoder`` that runs outside of PyTorch's inference mode.
 
-    ``inference_mode.py`` says why. x (N, 3, H, W) -> (N, latent channels, H / 8, W / 8).
+    The reason: norms can then use the mean and variance stored for their input (``inference_mode.py``). x (N,
+    3, H, W) -> (N, latent channels, H / 8, W / 8).
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,10 +98,11 @@ class FusedEncoder(Encoder):
 
 
 class FusedDecoder(Decoder):
-    """``Decoder`` that runs outside of inference mode, so that norms can use stored statistics.
+    """``Decoder`` that runs outside of PyTorch's inference mode.
 
-    ``inference_mode.py`` says why. In a tiled decode the decoder runs in strips of the image
-    (``tiled_decode.py``). z (N, latent channels, H, W) -> (N, 3, 8 H, 8 W).
+    The reason: norms can then use the mean and variance stored for their input (``inference_mode.py``). In a
+    tiled decode the decoder runs in strips of the image (``tiled_decode.py``). z (N, latent channels, H, W)
+    -> (N, 3, 8 H, 8 W).
     """
 
     def forward(self, z: Tensor, **kwargs: Any) -> Tensor:

@@ -1,9 +1,9 @@
-"""Copies to the CPU how many values were beyond the range of E4M3 (fp8) in calls. The CPU does not wait.
+"""Copies to the CPU how many values were beyond the range of E4M3 (fp8), without making the CPU wait.
 
-Kernels that write E4M3 count such values on the GPU. The result of the call is right: the kernels have
-written the values again with a larger scale (``kernels/common/e4m3.py``). The CPU only lets later calls begin
-with the larger scale, and this may wait. So a copy to the CPU is started after a call, and a later call reads
-the copy if it has arrived.
+Kernels that write E4M3 count such values on the GPU. Results are right all the same: the kernels have written
+the values again with a larger scale (``kernels/common/e4m3.py``). The CPU only lets later calls of the model
+begin with the larger scale, and there is no hurry. So a copy to the CPU is started after a call, and a later
+call reads the copy if it has arrived.
 
 A *quantizer* is a tensor on the GPU with the scale of a matrix product's input, and with these counts.
 """
@@ -23,29 +23,34 @@ if TYPE_CHECKING:
 
 
 class Counts:
-    """The scales and counts that calls of one model have used on the GPU, and their copies on the CPU.
+    """Copies to the CPU how many values were beyond the range of E4M3 in calls of one model.
 
     Attributes:
-        beyond: number of values beyond the range so far in calls without a CUDA graph, as far as their
-            counts have arrived on the CPU.
+        beyond: number of values beyond the range so far in calls without a CUDA graph, as far as their counts
+            have arrived on the CPU.
     """
 
     def __init__(self) -> None:
         self.beyond = 0
-        # The matrix product, quantizer and stream of each kernel that wrote E4M3 outside of a CUDA graph.
+        # For each kernel that wrote E4M3 outside of a CUDA graph: the matrix product whose input it wrote,
+        # the tensor with its scale and count (*quantizer*), and its stream.
         self._written: list[tuple[Product, Tensor, torch.cuda.Stream | None]] = []
-        # The copy to the CPU that is under way, or None: the matrix products, their quantizers on the CPU, an
-        # event at the end of the copy, and True if the quantizers are from calls without a CUDA graph.
+        # The copy to the CPU that is under way, or None: the matrix products, a tensor on the CPU for their
+        # scales and counts, an event at the end of the copy, and True if the counts are from calls without a
+        # CUDA graph.
         self._copying: tuple[Sequence[Product], Tensor, torch.cuda.Event | None, bool] | None = None
 
     def note(self, product: Product, quantizer: Tensor) -> None:
-        """Record that a kernel has written E4M3 with ``quantizer``, which no other call uses."""
+        """Record that a kernel has written E4M3 with ``quantizer``, a tensor with a scale and a count.
+
+        No other call uses this tensor.
+        """
         self._written.append((product, quantizer, _stream_of(quantizer)))
 
     def copy_noted(self) -> None:
-        """Start a copy to the CPU of the quantizers that kernels have used in the current stream."""
+        """Start a copy to the CPU of the counts that kernels in the current stream have written."""
         noted, self._written = self._written, []
-        # Quantizers of other streams are left out, because their kernels may not have run yet.
+        # Counts of kernels in other streams are left out, because these kernels may not have run yet.
         own = [(product, tensor) for product, tensor, stream in noted if stream == _stream_of(tensor)]
         if own:
             products, quantizers = zip(*own, strict=True)
@@ -54,8 +59,8 @@ class Counts:
     def copy(self, products: Sequence[Product], quantizers: Tensor, *, is_noted: bool = False) -> None:
         """Start a copy of ``quantizers`` to the CPU, unless another copy is under way.
 
-        ``quantizers``: a row for each of ``products``. ``is_noted``: True if they are from calls without a
-        CUDA graph.
+        ``quantizers``: a row with the scale and the count for each of ``products``. ``is_noted``: True if the
+        counts are from calls without a CUDA graph.
         """
         if self._copying is not None:
             return
@@ -66,12 +71,12 @@ class Counts:
         self._copying = products, found, None if stream is None else stream.record_event(), is_noted
 
     def arrived(self, *, waits: bool = False) -> list[tuple[Product, list[float]]]:
-        """Returns the matrix products that had values beyond the range, with the numbers of their quantizers.
+        """Returns the matrix products that had values beyond the range of E4M3, with their scales and counts.
 
-        The numbers are from the last copy to the CPU. The list is empty if this copy has not arrived, or was
+        They come from the last copy to the CPU. The list is empty if this copy has not arrived, or was
         returned before. ``waits``: True to wait until the copy has arrived.
         """
-        copying = self._copying  # a local variable, because another thread may set the attribute to None
+        copying = self._copying  # read once: another thread may set ``self._copying`` to None
         if copying is None:
             return []
         products, found, end, is_noted = copying

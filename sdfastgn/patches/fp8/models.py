@@ -41,7 +41,7 @@ from sdfastgn.patches.lora.wrappers import is_wrapper, wrapped_layer
 from sdfastgn.patches.offload.moves import follow, follow_moves, stop_following
 from sdfastgn.patches.swap.instance_entries import InstanceEntry
 
-# Both sizes of a weight must be multiples of this number, because PyTorch's matrix product in fp8 needs it.
+# PyTorch's matrix product in fp8 needs weights whose rows and columns are multiples of this number.
 _SIZES = 16
 _HALVES = (torch.float16, torch.bfloat16)
 # A dict from a model to its matrix products in fp8. A model that runs as plans, which are traced lists of
@@ -108,7 +108,7 @@ class Fp8:
 
 
 def device_reason(device: torch.device) -> str | None:
-    """Why products in E4M3 cannot run on ``device``; None if they can."""
+    """Why matrix products in E4M3 (fp8) cannot run on ``device``; None if they can."""
     if private.scaled_mm is None:
         return f"PyTorch {torch.__version__} has no products in E4M3"
     if device.type != "cuda" or torch.version.hip is not None:
@@ -119,9 +119,9 @@ def device_reason(device: torch.device) -> str | None:
 
 
 def reason_to_refuse(found: Iterable[Sequence[Tensor]]) -> str | None:
-    """Why matrix products with the weights ``found`` cannot run in E4M3; None if they can.
+    """Why matrix products with the weights ``found`` cannot run in E4M3 (fp8); None if they can.
 
-    ``found``: for each product a sequence of weights. The first reason found is returned.
+    ``found``: for each matrix product a sequence of weights. If there are several reasons, one is returned.
     """
     weights = [weight for group in found for weight in group]
     if not weights:
@@ -132,16 +132,20 @@ def reason_to_refuse(found: Iterable[Sequence[Tensor]]) -> str | None:
 
 
 def reason_to_refuse_rows(weights: Iterable[Tensor]) -> str | None:
-    """Why plans cannot compute products of ``weights`` in E4M3; None if they can.
+    """Why plans cannot compute matrix products with ``weights`` in E4M3; None if their dtype is no reason.
 
-    Plans are traced lists of kernels. What ``reason_to_refuse`` checks is not checked again.
+    A plan is a traced list of kernels that replaces the Python of a model's forward. The reasons of
+    ``reason_to_refuse``, such as the GPU, are not looked for again.
     """
     others = [str(weight.dtype) for weight in weights if weight.dtype is not torch.bfloat16]
     return f"its weights are {others[0]}, and FP8 in plans needs bf16" if others else None
 
 
 def can_quantize(weights: Sequence[Tensor]) -> bool:
-    """True if the sizes of ``weights`` allow a product in E4M3, and PyTorch counts writes into them."""
+    """True if matrix products with ``weights`` can run in E4M3.
+
+    The sizes of the weights must allow it, and PyTorch must count writes into them.
+    """
     first = weights[0]
     return (
         all(len(weight) % _SIZES == 0 and weight.shape[1:] == first.shape[1:] for weight in weights)
@@ -151,7 +155,7 @@ def can_quantize(weights: Sequence[Tensor]) -> bool:
 
 
 def is_allowed(model: nn.Module) -> bool:
-    """True if matrix products of ``model`` may run in E4M3."""
+    """True if ``optimize`` was told to let matrix products of ``model`` run in E4M3 (fp8)."""
     return model in _models
 
 
@@ -175,12 +179,15 @@ def row_weights(model: nn.Module) -> RowWeights | None:
 
 
 def has_all(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]]) -> bool:
-    """True if ``model`` already has all products in E4M3 that ``allow(model, found)`` would give it."""
+    """True if ``model`` already has all matrix products in E4M3 that ``allow(model, found)`` would give it.
+
+    ``found``: for each product its module, and its weights.
+    """
     return model in _models and all(_has(owner, weights) for owner, weights in found)
 
 
 def allow(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]]) -> None:
-    """Let matrix products of ``model`` run in E4M3. An existing product with such weights is kept.
+    """Let matrix products of ``model`` run in E4M3. A product that already does is kept with its scale.
 
     The caller must first remove the CUDA graphs of ``model``.
 
@@ -200,9 +207,9 @@ def allow(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]])
 
 
 def _set(model: nn.Module, own: Products, owners: Iterable[nn.Module]) -> None:
-    """Register ``own`` as the products of ``model``, and begin to notice when parameters of ``owners`` move.
+    """Let ``own`` be the matrix products in fp8 of ``model``. Watch if parameters of ``owners`` move.
 
-    ``owners``: the modules to which the products belong.
+    ``owners``: the linear layers that the products compute, or the modules that contain these layers.
     """
     global _hook
     if _hook is None:
@@ -215,7 +222,7 @@ def _set(model: nn.Module, own: Products, owners: Iterable[nn.Module]) -> None:
 
 
 class Kept(NamedTuple):
-    """The matrix products in fp8 that a model had at one time, also by the modules to which they belong."""
+    """The matrix products in fp8 that a model had at one time: all as one object, and by their modules."""
 
     own: Products | RowWeights
     by_owner: dict[nn.Module, Product]
@@ -231,15 +238,15 @@ def kept_in(modules: Iterable[nn.Module]) -> dict[nn.Module, Kept]:
 
 
 def has_kept(model: nn.Module, kept: Kept | None) -> bool:
-    """True if ``model`` has the products in ``kept``, or none if ``kept`` is None."""
+    """True if ``model`` has the matrix products in fp8 that are in ``kept``, or none if ``kept`` is None."""
     return _models.get(model) is (None if kept is None else kept.own)
 
 
 def give_back(model: nn.Module, kept: Kept) -> None:
-    """Give ``model`` its former matrix products again, with the scales that they have chosen.
+    """Give ``model`` its former matrix products in fp8 again, with the scales that they have chosen.
 
-    The caller must first remove the CUDA graphs of ``model``. The copies of weights in E4M3 are freed,
-    because nothing has noticed changes of the weights meanwhile. The next call makes them again.
+    The caller must first remove the CUDA graphs of ``model``. Changes of the weights in the meantime were not
+    noticed. So the products' copies of weights in E4M3 are freed, and the next call makes them again.
     """
     if isinstance(kept.own, RowWeights):
         _models[model] = kept.own
@@ -264,7 +271,7 @@ def _has(owner: nn.Module, weights: Sequence[Tensor]) -> bool:
 
 
 def forget(module: nn.Module) -> None:
-    """Remove the product in fp8 of ``module``. From now on nothing is done when ``module`` moves."""
+    """Remove the matrix product in fp8 of ``module``, and no longer watch moves of its parameters."""
     global _hook
     _models.pop(module, None)
     _model_of.pop(module, None)
@@ -276,35 +283,35 @@ def forget(module: nn.Module) -> None:
 
 
 def forget_all(model: nn.Module) -> None:
-    """Remove all products in fp8 of ``model`` and its modules."""
+    """Remove all matrix products in fp8 of ``model`` and of the modules in it."""
     for module in model.modules():
         forget(module)
 
 
 class _Moves(InstanceEntry):
-    """Replaces the method ``_apply`` of a module that has a product in E4M3.
+    """Replaces the method ``_apply`` of a module that has a matrix product in E4M3.
 
-    ``.to()`` and similar methods call ``_apply``. If a parameter moves, the copy in E4M3 is freed.
+    ``.to()`` and similar methods call ``_apply``. If a parameter moves, its copy in E4M3 is freed.
     """
 
     __slots__ = ()
 
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         module = self.module
-        product = _products.get(module)  # None for a deepcopy of the module, which has no product
+        product = _products.get(module)  # ``product`` is None if the module is a deepcopy
         with contextlib.nullcontext() if product is None else product.moving(module):
             type(module)._apply(module, fn, recurse)
         return module
 
 
 def _put_into(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """PyTorch calls this when a module gets a child. Copies of the child's weight in E4M3 become outdated.
+    """PyTorch calls this when a module gets a child. Copies in E4M3 of the child's weight become outdated.
 
-    The child may be a layer that was inside an adapter's wrapper until now. peft may have written the adapter
-    into the layer's weight through ``.data``, and PyTorch does not count such a write.
+    The reason: the child may be a layer that was inside an adapter's wrapper until now. peft may have written
+    the adapter into the layer's weight through ``.data``, and PyTorch does not count such a write.
     """
     parameters = getattr(child, "_parameters", None)
-    # In modules of TorchScript ``_parameters`` is no dict. They have no products.
+    # In modules of TorchScript ``_parameters`` is no dict. They have no matrix products in fp8.
     weight = parameters.get("weight") if isinstance(parameters, dict) else None
     if weight is None:
         return
@@ -323,14 +330,15 @@ def is_used() -> bool:
 def may_run_in(block: nn.Module) -> bool:
     """True if the model that contains ``block`` has matrix products in E4M3 that may run now.
 
-    They may not run if hooks move the model's weights in each call. Then the copies in E4M3 are freed.
+    They may not run if hooks move the model's weights in each call. Then this function frees the weights'
+    copies in E4M3.
     """
     own = _model_of.get(block)
     return own is not None and not own.offloading()
 
 
 def product_of(owner: nn.Module, weights: Sequence[Tensor]) -> ProductCall | None:
-    """Returns a call of the matrix product in E4M3 of the module ``owner``, with ``weights``.
+    """Returns an object for one call of the matrix product in E4M3 that computes ``owner`` with ``weights``.
 
     Returns None if ``owner`` has no such product, if ``weights`` have other sizes, or if hooks move the
     weights in each call.
@@ -342,27 +350,27 @@ def product_of(owner: nn.Module, weights: Sequence[Tensor]) -> ProductCall | Non
 
 
 def reason_now(model: nn.Module) -> str | None:
-    """Why ``model`` cannot run as a CUDA graph now, as far as fp8 is concerned; None if it can.
+    """Why fp8 prevents that ``model`` runs as a CUDA graph now; None if nothing in fp8 does.
 
-    Call this exactly once before each call of ``model``, because calls are counted.
+    Call this exactly once before each call of ``model``, because it counts the model's calls.
     """
     own = _models.get(model)
     return None if own is None else own.reason_now()
 
 
 def generation(model: nn.Module) -> int:
-    """A number that changes whenever products of ``model`` get other weights or free their copies in E4M3.
+    """A number that changes whenever CUDA graphs of ``model`` become invalid because of fp8.
 
-    CUDA graphs that were captured before the change must not run.
+    They become invalid if products get other weights or free their copies of weights in E4M3.
     """
     own = _models.get(model)
     return 0 if own is None else own.replaced
 
 
 def compare(model: nn.Module) -> None:
-    """Compare the contents of the weights of ``model`` with those from which copies in E4M3 were made.
+    """Check whether other code has changed the weights of ``model`` since they were copied in E4M3.
 
-    If they differ, ``is_outdated`` returns True from now on.
+    The weights' contents are compared. If they differ, ``is_outdated`` returns True from now on.
     """
     own = _models.get(model)
     if own is not None:
@@ -370,7 +378,9 @@ def compare(model: nn.Module) -> None:
 
 
 def note_replay(model: nn.Module) -> None:
-    """Begin to compare the contents of the weights of ``model``, just before a CUDA graph starts.
+    """Begin to check if the weights of ``model`` still have the contents that were copied in E4M3.
+
+    Call this just before a CUDA graph starts.
 
     After the start, ``has_same_contents`` returns the result.
     """
@@ -395,24 +405,24 @@ def is_outdated(model: nn.Module) -> bool:
 
 
 def refresh(model: nn.Module) -> None:
-    """Update the copies of weights and the scales that CUDA graphs of ``model`` read, in this stream."""
+    """Update what CUDA graphs of ``model`` read: scales, and copies of weights in E4M3. Uses this stream."""
     _models[model].refresh()
 
 
 def copy_counts(model: nn.Module) -> None:
-    """Start a copy to the CPU of the values beyond the range that a CUDA graph of ``model`` counts.
+    """Start a copy to the CPU of the number of values that were beyond the range of E4M3 in a CUDA graph.
 
-    Call this after the graph was started. It does not wait for the graph. A later call reads the copy, and
-    lets scales grow.
+    Call this after a graph of ``model`` was started. It does not wait for the graph. A later call reads the
+    copy, and lets the scales of inputs grow.
     """
     own = _models.get(model)
-    # With gradients, matrix products run in the model's dtype, and count nothing.
+    # With gradients, matrix products run in the model's dtype. Then CUDA graphs count nothing.
     if own is not None and not torch.is_grad_enabled():
         own.copy_counts()
 
 
 def state_of(root: nn.Module, path: str) -> Iterator[Fp8]:
-    """Yields what the report says about each model in ``root`` that has products.
+    """Yields what the report says about each model in ``root`` that has matrix products in fp8.
 
     ``path``: the path of ``root`` in its pipeline.
     """
@@ -425,7 +435,7 @@ def state_of(root: nn.Module, path: str) -> Iterator[Fp8]:
             adapted = {id(wrapped_layer(module).weight) for module in wrappers}
             found = {n: _products[m] for n, m in model.named_modules() if m in _products}
             own: Any = _models[model]
-            beyond = own.beyond()  # this comes first, because it lets scales grow
+            beyond = own.beyond()  # ``beyond()`` comes first: it changes what the report says
             described = _described(name or type(model).__name__, found, adapted, beyond)
             offloading = own.offloading()
             if offloading:
@@ -436,10 +446,11 @@ def state_of(root: nn.Module, path: str) -> Iterator[Fp8]:
 
 
 def _described(path: str, products: dict[str, Product], adapted: set[int], beyond: int) -> Fp8:
-    """Returns the report's entry for the model at ``path``.
+    """Returns the report's entry about the matrix products in fp8 of the model at ``path``.
 
-    ``products``: the model's products in E4M3, by the names of the modules to which they belong. ``adapted``:
-    the ids of weights whose LoRA adapters are not merged.
+    ``products``: these products by the names of the modules that they compute. ``adapted``: the ids of
+    weights whose LoRA adapters are not merged. ``beyond``: the number of values that were beyond the range of
+    E4M3.
     """
     plain = {name: product for name, product in products.items() if not product.is_any_of(adapted)}
     on = [product for product in plain.values() if product.is_on]
@@ -464,7 +475,7 @@ def _described(path: str, products: dict[str, Product], adapted: set[int], beyon
 
 
 def _described_rows(path: str, rows: RowWeights) -> Fp8:
-    offloading = rows.offloading()  # this comes first, because it may free copies
+    offloading = rows.offloading()  # ``offloading()`` comes first: it may free copies that ``count`` counts
     none: dict[str, Any] = dict.fromkeys(("learning", "short", "unused", "again", "adapted", "beyond"), 0)
     none |= {"inexact": (), "growing": (), "error": math.nan}
     count = rows.count

@@ -64,10 +64,11 @@ _Written = TypeVar("_Written")
 # record the largest input, from which the scale is computed. Most images take 20 to 50 steps of one call
 # each, so these are all or most steps of an image. From one step to the next, the inputs change little.
 CALLS = 30
-# The scale leaves room for inputs that are larger than the largest input so far by this factor. The room
-# costs little: E4M3 has the same relative error for all but its smallest values.
+# The scale of a matrix product's input leaves room for inputs that are larger than the largest input so far
+# by this factor. The room costs little: E4M3 has the same relative error for all but its smallest values.
 HEADROOM = 2.0
-# Maximum relative error of a product in E4M3. For random numbers the error is 0.037.
+# Maximum relative error of a matrix product in E4M3 (fp8) against fp32. A product with a larger error stays
+# in the model's dtype. For random numbers the error is 0.037.
 MOST_ERROR = 0.06
 # If inputs exceed the range, the scale of a matrix product grows. If this happens more often than this number
 # while the model's weights stay the same, the product is suspended: it runs in the model's dtype.
@@ -75,12 +76,12 @@ MOST_AGAIN = 4
 # A matrix product that was suspended this often stays in the model's dtype for good. The reason is that the
 # model's CUDA graphs must be captured again after each suspension and after each end of a suspension.
 MOST_SUSPENSIONS = 3
-# If the scale of a product's inputs has grown by at most this factor since it was chosen, it stays when
-# weights change, and the error is not measured again. At a factor of 16 the relative error of random numbers
-# with a wide distribution was 0.040 instead of 0.037, at 64 it was 0.056.
+# If the scale of a matrix product's inputs has grown by at most this factor since it was first chosen, the
+# scale stays when weights change, and the error is not measured again. At a factor of 16 the relative error
+# of random numbers with a wide distribution was 0.040 instead of 0.037, at 64 it was 0.056.
 MOST_KEPT = 16
-# The error of a product in E4M3 is measured with at most this many rows of its input, which save time and
-# memory: a large image has more rows.
+# The error of a product in E4M3 is measured with at most this many rows of its input. More rows, as of large
+# images, would cost time and memory.
 _ROWS = 4096
 # The smallest scale of weights in E4M3. Without it the scale of weights that are all 0 would be 0.
 _LEAST = 1e-12
@@ -96,14 +97,15 @@ class Product:
             choose the scale, this tensor is never changed: each call has a copy, and a new scale has a new
             tensor.
         is_on: True if the product runs in E4M3.
-        is_due: True if the scale has grown much, so that the product must be compared with fp32.
+        is_due: True if the scale has grown much, and the next call without a CUDA graph must therefore
+            compare the product in E4M3 with fp32.
         is_growing: True if the product runs in the model's dtype because its scale had to grow too often.
         growth: the present scale divided by the first scale.
         again: how often the scale had to grow.
         is_short: True if memory ran out in the call that chooses the scale. The next call tries again.
         calls: number of calls so far in which inputs were recorded to choose the scale.
-        error: the relative error in E4M3 against fp32; NaN before it is known.
-        dtype: the dtype of the weights, and of results.
+        error: the relative error of the product in E4M3 against fp32; NaN before it is known.
+        dtype: the dtype of the weights, and of the product's results.
         weights: weak references to the weights. The product must not keep its layers alive.
         device: the device of the weights' copy in E4M3.
         model: weak reference to the ``Products`` object, which holds all products of the model.
@@ -121,10 +123,11 @@ class Product:
         with torch.inference_mode(False):
             self.quantizer = torch.zeros(NUMBERS, dtype=torch.float32, device=first.device)
         self._of_graphs = self.quantizer
-        self._learned = 0.0  # the scale that was chosen first; 0 before
+        self._learned = 0.0  # the scale of the input that was chosen first; 0 before
         self.growth = 1
-        # A dict from the growth of the scale to the quantizer with this scale. All quantizers are kept,
-        # because calls in other threads may still read an older one.
+        # A dict from the growth of the scale since it was first chosen to the tensor with the scale
+        # (*quantizer*). All of these tensors are kept, because calls in other threads may still read an older
+        # one.
         self._quantizers = {1: self.quantizer}
         self._e4m3 = self._scale = self.quantizer[:0]
         self._state = _state(weights)
@@ -144,12 +147,12 @@ class Product:
         return self._e4m3.nbytes
 
     def begin(self, model: Products, quantizer: Tensor) -> None:
-        """Make this product one of ``model``. CUDA graphs of the model read its scale from ``quantizer``."""
+        """Let this product belong to ``model``, whose CUDA graphs read the scale from ``quantizer``."""
         self.model, self._of_graphs = weakref.ref(model), quantizer
         quantizer.copy_(self.quantizer)
 
     def fits(self, weights: Sequence[Tensor]) -> bool:
-        """True if this product can go on with ``weights`` in place of its former weights.
+        """True if this matrix product can compute with ``weights`` in place of its former weights.
 
         The dtype, the device, the number of columns and the total number of rows must be as before.
         """
@@ -158,9 +161,10 @@ class Product:
         )
 
     def is_of(self, weights: Sequence[Tensor]) -> bool:
-        """True if this product computes with the present values of ``weights``.
+        """True if this product now has a copy in E4M3 of the present values of ``weights``.
 
-        If the copy of the weights in E4M3 is outdated, this method first writes the copy again.
+        An outdated copy is written again first. False if ``weights`` have another dtype, device or size than
+        the product's, or if a CUDA graph is being captured and the copy is outdated.
         """
         known, model = self.weights, self.model()
         if model is not None:
@@ -169,10 +173,11 @@ class Product:
         is_same = is_known and self._state == _state(weights)
         if is_same and not self._is_outdated:
             return True
-        # During the capture of a CUDA graph nothing is quantized, because each replay would do it again.
+        # During the capture of a CUDA graph no weights are quantized, because each replay would do it again.
         if not self.fits(weights) or is_capturing():
             return False
-        # If an error stops ``_quantize``, the copy may be written only in part. So it is marked as outdated.
+        # If an error stops ``_quantize``, only a part of the copy may be written. So the copy is marked as
+        # outdated until ``_quantize`` returns.
         self.touch()
         if model is not None and not is_same:
             model.writes += 1
@@ -182,43 +187,45 @@ class Product:
         return True
 
     def is_any_of(self, ids: set[int]) -> bool:
-        """True if the id of one of the weights is in ``ids``."""
+        """True if the id of one of the product's weights is in ``ids``."""
         return any(id(ref()) in ids for ref in self.weights)
 
     def touch(self) -> None:
-        """Mark the copy in E4M3 as outdated. The weights are quantized again before it is used."""
+        """Mark the copy of the weights in E4M3 as outdated. It is written again before it is used."""
         self._is_outdated = True
         self._changed(is_replaced=False)
 
     def _changed(self, *, is_replaced: bool) -> None:
-        """Tell the ``Products`` object of the model that the copy in E4M3 is new, outdated or freed.
+        """Tell the ``Products`` object of the model that the copy of the weights in E4M3 has changed.
 
-        ``is_replaced``: True if the copy was freed or is of other weights. CUDA graphs that read the copy
-        must not run again. While the product does not run in E4M3, no graph reads the copy.
+        The copy may be new, outdated or freed. ``is_replaced``: True if it was freed or is of other weights.
+        Then CUDA graphs that read the copy must not run again. While the product does not run in E4M3, no
+        graph reads the copy.
         """
         model = self.model()
         if model is not None:
             model.changed(is_replaced=is_replaced and self.is_on)
 
     def refresh(self) -> None:
-        """Quantize the weights again if they were written to."""
+        """Write the copy of the weights in E4M3 again if the weights were written to since it was made."""
         weights = self.living()
         if len(weights) == len(self.weights):
             self.is_of(weights)
 
     def living(self) -> list[Tensor]:
-        """Returns the weights that still exist."""
+        """Returns those weights of the product that still exist. It has only weak references to them."""
         return [weight for ref in self.weights if (weight := ref()) is not None]
 
     @contextlib.contextmanager
     def moving(self, owner: nn.Module) -> Iterator[None]:
-        """A context in which parameters of ``owner`` may move. If one moves, the copy in E4M3 is freed.
+        """A context in which parameters of ``owner`` may move.
 
-        A weight is a parameter of ``owner``, or the merged weight of such a parameter and its adapters.
+        If one moves, the weights' copy in E4M3 is freed. A weight is a parameter of ``owner``, or the merged
+        weight of such a parameter and its adapters.
         """
         weights, before = self.living(), _addresses(owner.parameters())
-        # With ``torch.__future__.set_swap_module_params_on_conversion``, PyTorch moves no tensor that has a
-        # weak reference.
+        # The product's weak references to weights are removed meanwhile: with
+        # ``torch.__future__.set_swap_module_params_on_conversion``, PyTorch moves no tensor that has one.
         self.weights = ()
         try:
             yield
@@ -228,7 +235,7 @@ class Product:
                 self.free()
 
     def free(self) -> None:
-        """Free the copy of the weights in E4M3. If the product runs in E4M3, the next call makes it again."""
+        """Free the weights' copy in E4M3. If the product runs in E4M3, the next call makes the copy again."""
         self._e4m3 = self._scale = self.quantizer[:0]
         self._is_outdated = True
         self._changed(is_replaced=True)
@@ -259,9 +266,11 @@ class Product:
         self._written = written_now(self.device)
 
     def quantizer_now(self) -> Tensor | None:
-        """Returns the quantizer for one call, or None if the call must run in the model's dtype.
+        """Returns for one call a tensor with the scale of the input and counters for kernels (*quantizer*).
 
-        A captured CUDA graph gets the tensor that ``Products`` updates. Any other call gets a copy.
+        Returns None if the call must run in the model's dtype. During the capture of a CUDA graph this is the
+        tensor that ``Products.refresh`` updates for all graphs of the model. Any other call gets a copy of
+        its own.
         """
         in_capture = is_capturing()
         if not in_capture:
@@ -275,8 +284,7 @@ class Product:
 
     def operands(self) -> tuple[Tensor, Tensor]:
         """Returns the weights in E4M3 and their scale. The current stream waits until both are written."""
-        # During the capture of a CUDA graph nothing waits here: ``Products.refresh`` waits before a graph
-        # runs.
+        # During a capture nothing waits here. Before a graph runs, ``Products.refresh`` waits.
         if not is_capturing():
             self.wait()
         return self._e4m3, self._scale
@@ -286,7 +294,10 @@ class Product:
         wait_for(self._written, self.device)
 
     def note(self, quantizer: Tensor) -> None:
-        """Record that a kernel outside of a CUDA graph has written the product's input with ``quantizer``."""
+        """Record that a kernel outside of a CUDA graph has written the product's input with ``quantizer``.
+
+        This tensor has the scale, and the kernel's count of values beyond the range of E4M3.
+        """
         model = self.model()
         if model is not None:
             model.counts.note(self, quantizer)
@@ -294,9 +305,10 @@ class Product:
     def follow_count(self, numbers: Sequence[float]) -> None:
         """If inputs of a call were beyond the range of E4M3, let the scale grow, so that it covers them.
 
-        ``numbers``: the quantizer after the call, in which the kernel has stored the largest input.
+        ``numbers``: the call's scale and counters (its *quantizer*) after the call. One of them is the
+        largest input, which the kernel has stored.
         """
-        # False if the call had an older quantizer, because the scale has been changed since.
+        # ``is_present`` is False if the scale has been changed since the call.
         is_present = numbers[LEARNED] == self._learned * self.growth
         if not (self.is_on and is_present and numbers[MOST] > LARGEST):
             return
@@ -313,9 +325,12 @@ class Product:
                 model.compare_scales()
 
     def follow_weights(self) -> None:
-        """If weights of the model have changed, run in E4M3 again, with the first scale if it has grown much.
+        """If weights of the model have changed, end a suspension, and undo much growth of the input's scale.
 
-        With other weights, inputs may be as small as at first. A large scale would be inexact for them.
+        While a product is suspended, it runs in the model's dtype, because inputs were beyond the range of
+        E4M3 too often. Now it runs in E4M3 again. A scale that has grown by more than ``MOST_KEPT`` is set
+        back to the first scale: with other weights inputs may be as small as at first, and a large scale
+        would be inexact for them.
         """
         model = self.model()
         if model is None or model.writes == self._writes:
@@ -356,12 +371,12 @@ class Product:
     def learn(self, x: Tensor, weights: Sequence[Tensor]) -> None:
         """Record the largest magnitude in x (..., depth), an input in the model's dtype.
 
-        The last of the first ``CALLS`` calls also chooses the scale. If the scale has grown much later, the
-        product of x in E4M3 is compared with fp32.
+        The last of the first ``CALLS`` calls also chooses the input's scale. Later calls record nothing. But
+        if the scale has grown much, the next call compares the product of x in E4M3 with fp32.
         """
-        # During a rehearsal, which runs a model only to compile its kernels, some kernels do not run. So x
-        # may be uninitialized. During the capture of a CUDA graph nothing is recorded, because each replay
-        # would record again.
+        # A rehearsal runs a model only to compile its kernels, and leaves out some kernels. So x may be
+        # uninitialized. During the capture of a CUDA graph nothing is recorded, because each replay would
+        # record again.
         if rehearsal.get() is not None or is_capturing():
             return
         if self.has_learned:
@@ -370,8 +385,8 @@ class Product:
             return
         model = self.model()
         if self.calls == 0 and model is not None and model.calls >= CALLS:
-            # This layer was not called until now, for instance because of an adapter that is not merged. So
-            # the model runs without CUDA graphs again, until the scale of this layer's inputs is chosen.
+            # This layer was not called until now, for instance because it had an adapter that was not merged.
+            # So the model runs without CUDA graphs again, until the scale of this layer's input is chosen.
             model.calls = 0
         most = self.quantizer[MOST]
         torch.maximum(most, _largest(x), out=most)
@@ -379,7 +394,8 @@ class Product:
             try:
                 self._finish(x, weights)
             except torch.OutOfMemoryError:
-                # Without sdfastgn this call would not run out of memory. So it goes on in the model's dtype.
+                # Without sdfastgn this call would not run out of memory. So the call goes on in the model's
+                # dtype.
                 self.is_short = True
                 return
             finally:
@@ -389,7 +405,7 @@ class Product:
         self.is_short = False
 
     def _finish(self, x: Tensor, weights: Sequence[Tensor]) -> None:
-        """Choose the scale, quantize the weights, and decide whether the product runs in E4M3."""
+        """Choose the input's scale, quantize the weights, and decide whether the product runs in E4M3."""
         largest = self.quantizer[MOST].item()
         if not 0 < largest < math.inf:
             return
@@ -404,19 +420,19 @@ class Product:
         self.is_on = self.error <= MOST_ERROR
 
     def _compare(self, x: Tensor, weights: Sequence[Tensor]) -> None:
-        """Compare the product in E4M3 with fp32. If the error is large, return to the model's dtype."""
+        """Compare the product in E4M3 with fp32. If the error is large, run in the model's dtype again."""
         self.is_due = False
         # If x is all 0, or has an infinity or NaN, the relative error would be NaN.
         if not 0 < _largest(x).item() < math.inf:
             return
-        # Without sdfastgn this call would not run out of memory, so it must not fail.
+        # If memory runs out, the error is not measured. Without sdfastgn the call would not fail.
         with contextlib.suppress(torch.OutOfMemoryError):
             self.error = self._error(x, weights)
         if self.error > MOST_ERROR:
             self._suspend()
 
     def _error(self, x: Tensor, weights: Sequence[Tensor]) -> float:
-        """Computes the relative error of the product of x in E4M3, against fp32."""
+        """Computes the relative error, against fp32, of the matrix product of x in E4M3."""
         x = x.reshape(-1, x.shape[-1])
         x = x[:: -(-len(x) // _ROWS)]
         expected = torch.cat([F.linear(x.float(), weight.float()) for weight in weights], -1)
@@ -431,8 +447,9 @@ class ProductCall:
     Attributes:
         product: the matrix product.
         quantizer: a tensor with the scale of the input; None if this call runs in the model's dtype. Each
-            call has a copy, because another thread may change the product's scale meanwhile. Only the
-            capture of a CUDA graph uses the tensor that graphs share.
+            call has its own copy of this tensor, because another thread may change the product's scale
+            meanwhile. Only while a CUDA graph is captured, this is the tensor that all graphs of the model
+            share.
     """
 
     __slots__ = ("product", "quantizer")
@@ -441,14 +458,14 @@ class ProductCall:
         self.product, self.quantizer = product, quantizer
 
     def written(self, kernel: Callable[..., _Written]) -> _Written:
-        """Returns ``kernel(quantizer=...)``: the kernel writes the input of the product.
+        """Returns ``kernel(quantizer=...)``: the kernel writes the input of the matrix product.
 
-        With a quantizer the kernel writes E4M3, with None the model's dtype.
+        The kernel writes E4M3 if it gets a tensor with a scale, and the model's dtype if it gets None.
         """
         found = kernel(quantizer=self.quantizer)
-        # The values beyond the range that the kernel has counted are read later. This is not so in a
-        # rehearsal, which runs a model only to compile its kernels: kernels may read uninitialized memory. A
-        # CUDA graph counts in a tensor of its own.
+        # The product notes the tensor, because the kernel's count of values beyond the range of E4M3 is read
+        # later. A rehearsal, which runs a model only to compile its kernels, does not count: kernels may read
+        # uninitialized memory. CUDA graphs count in a tensor that they share.
         if not (self.quantizer is None or rehearsal.get() is not None or is_capturing()):
             self.product.note(self.quantizer)
         return found
@@ -457,12 +474,15 @@ class ProductCall:
         self.product.learn(x, weights)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Computes the product of x (..., depth), which is in E4M3 with this call's scale. Adds no bias."""
+        """Computes the matrix product of x (..., depth), which is in E4M3 with this call's scale.
+
+        Adds no bias.
+        """
         e4m3, scale = self.product.operands()
         return linear_e4m3(x, e4m3, (self._scale(), scale), self.product.dtype)
 
     def add_(self, total: Tensor, x: Tensor) -> None:
-        """Adds the product of x, which is in E4M3, to the contiguous ``total`` (..., columns) in place."""
+        """Adds the matrix product of x, which is in E4M3, to the contiguous ``total`` (..., columns)."""
         e4m3, scale = self.product.operands()
         flat = total.view(-1, total.shape[-1]), x.view(-1, x.shape[-1])
         add_linear_e4m3_(*flat, e4m3, (self._scale(), scale))
@@ -472,19 +492,20 @@ class ProductCall:
 
 
 def written(call: ProductCall | None, kernel: Callable[..., _Written]) -> _Written:
-    """Runs ``kernel``, which writes the input of a matrix product. ``call`` is a call of the product.
+    """Returns what ``kernel`` writes: the input of a matrix product, in E4M3 or in the model's dtype.
 
-    The result is in E4M3 if this call runs in E4M3. Otherwise, and if ``call`` is None, the result has the
-    model's dtype.
+    It is E4M3 if ``call``, a call of the product, runs in E4M3. It is the model's dtype otherwise, and if
+    ``call`` is None.
     """
     return kernel(quantizer=None) if call is None else call.written(kernel)
 
 
 def linear(call: ProductCall | None, x: Tensor, weight: Tensor) -> Tensor:
-    """Computes ``x @ weight.T``, in E4M3 if x is in E4M3. Otherwise the largest value in x is recorded.
+    """Computes ``x @ weight.T``, in E4M3 if x is in E4M3. Else the maximum of |x| is recorded.
 
     ``call``: a call of the matrix product with ``weight``. It is None if this product cannot run in E4M3.
-    Then x is in the dtype of ``weight``.
+    Then x is in the dtype of ``weight``, and nothing is recorded. The product chooses its scale from the
+    recorded maxima.
     """
     if call is not None:
         if x.dtype is E4M3:
@@ -503,7 +524,7 @@ def _addresses(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _state(weights: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Addresses and versions of ``weights``. They show whether a weight was written to or moved."""
+    """Addresses and versions of ``weights``. A change shows that a weight was moved or written to."""
     return [(weight.data_ptr(), weight._version) for weight in weights]
 
 

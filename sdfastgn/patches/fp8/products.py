@@ -1,9 +1,9 @@
 """All matrix products of one model that may run in E4M3 (fp8), for the model's calls and CUDA graphs.
 
 In its first calls a product records the magnitude of its inputs, to choose a scale (``product.py``).
-Meanwhile the model runs without CUDA graphs. When a scale has grown much later, the next call also runs
-without a CUDA graph, and compares the product with fp32. Graphs read the scales of inputs from memory, so
-they use a scale that has grown without a new capture.
+Meanwhile the model runs without CUDA graphs. Inputs beyond the range of E4M3 let a scale grow. If it has
+grown much, one call also runs without a CUDA graph, and compares the product in E4M3 with fp32. Graphs read
+the scales of inputs from memory, so they use a scale that has grown without a new capture.
 
 A weight that was written to or replaced is quantized again by the next call without a CUDA graph, or before
 the next replay. PyTorch does not count all writes into tensors. So the contents of all weights are compared
@@ -30,10 +30,10 @@ from sdfastgn.patches.lora.contents import Calls, Contents
 from sdfastgn.patches.lora.merged_weights import is_merged_weight
 from sdfastgn.patches.swap.class_forward import accelerate_hooks
 
-# The reason that the report gives while the scales of inputs are not chosen yet, and the model therefore runs
-# without CUDA graphs.
+# The reason, for the report, why a model runs without CUDA graphs while its matrix products in E4M3 have not
+# chosen the scales of their inputs yet.
 REASON = "the scales of its FP8 products are not known yet"
-# The reason that the report gives for one call without a CUDA graph, after the scale of an input has grown.
+# The reason, for the report, why one call of a model runs without a CUDA graph after a scale has grown.
 COMPARE_REASON = "scales of its FP8 products have grown, and are compared with fp32"
 
 
@@ -41,14 +41,14 @@ class Products:
     """The matrix products of one model that may run in E4M3.
 
     Attributes:
-        calls: number of calls of the model so far that recorded inputs to choose scales.
+        calls: number of calls of the model so far that recorded inputs to choose the inputs' scales.
         products: the matrix products.
-        quantizers: the scales and counters that CUDA graphs use, (products, ``NUMBERS``). ``refresh`` writes
-            the scales.
+        quantizers: the scales that CUDA graphs read, and the counters that they write, (products,
+            ``NUMBERS``). ``refresh`` writes the scales.
         writes: counts how often weights were found to have changed.
         replaced: counts how often a product that runs in E4M3 got other weights, such as merged ones, or
             freed the copy of its weights in E4M3.
-        counts: the values beyond the range of E4M3 that calls have counted.
+        counts: counts the values in calls that were beyond the range of E4M3.
 
     Args:
         hooked: the modules to search for hooks that move weights in each call. If the model has such hooks,
@@ -62,16 +62,16 @@ class Products:
         self._was_offloaded = False
         self.products: list[Product] = []
         self.quantizers = torch.empty(0, NUMBERS)
-        self._is_stale = False  # True if a scale has changed, so that ``quantizers`` must be written
-        self._compares = False  # True if the next call must compare with fp32, without a CUDA graph
+        self._is_stale = False  # True if a scale has changed, and must be written to ``quantizers``
+        self._compares = False  # True if the next call compares products with fp32, without a CUDA graph
         self._began = Calls()
         self._contents: Contents | None = None
         self._weights: list[Tensor] | None = None
-        self._compared: list[Tensor] | None = None  # the cached result of ``_sources``; None if unknown
+        self._compared: list[Tensor] | None = None  # weights that ``_sources()`` found last; None if unknown
         self._versions: list[int] = []
 
     def begin(self, products: list[Product]) -> None:
-        """Set the matrix products. Call this only while the model has no CUDA graphs."""
+        """Set the matrix products of the model. Call this only while the model has no CUDA graphs."""
         self.counts.beyond = self.beyond()
         self.products = products
         with torch.inference_mode(False), torch.no_grad():
@@ -79,7 +79,7 @@ class Products:
             self.quantizers = torch.zeros(len(products), NUMBERS, dtype=torch.float32, device=device)
             for i, product in enumerate(products):
                 product.begin(self, self.quantizers[i])
-                product.touch()  # an existing copy may have been made of older contents of the weights
+                product.touch()  # an existing copy of its weights may be outdated
 
     def offloading(self) -> str:
         """The name of what moves the weights in each call, such as group offloading; empty if nothing does.
@@ -95,16 +95,16 @@ class Products:
         return found
 
     def reason_now(self) -> str | None:
-        """Why the model cannot run as a CUDA graph now; None if it can.
+        """Why fp8 prevents that the model runs as a CUDA graph now; None if it can.
 
         This method counts calls of the model, so it must run exactly once for each of them.
         """
-        # With offloading, no product records inputs. CUDA graphs are then ruled out elsewhere, because of the
-        # hooks.
+        # With offloading, no product records inputs. No reason is returned, because the code that looks for
+        # hooks rules out CUDA graphs.
         if self.offloading():
             return None
-        # A product that did not run in some of the model's first calls has not recorded enough inputs yet. So
-        # the model runs without CUDA graphs for more calls, but for at most as many again.
+        # A matrix product that did not run in some of the model's first calls has not recorded enough inputs
+        # yet. So the model runs without CUDA graphs for more calls, but for at most as many calls again.
         calls = fp8_product.CALLS
         if calls <= self.calls < 2 * calls and not any(p.is_learning for p in self.products):
             self.calls = 2 * calls
@@ -118,23 +118,27 @@ class Products:
         return None
 
     def changed(self, *, is_replaced: bool) -> None:
-        """A product calls this when the copy of its weights in E4M3 is new, outdated or freed.
+        """A matrix product calls this when the copy of its weights in E4M3 is new, outdated or freed.
 
         ``is_replaced``: True if CUDA graphs captured before this must not run again.
         """
         self._versions = []
-        self._weights = self._compared = None  # the product may have other weights now
+        self._weights = self._compared = None  # the weights in these cached lists may be others now
         if is_replaced:
             self.replaced += 1
 
     def scales_changed(self) -> None:
-        """A product calls this when its scale has changed. CUDA graphs must read the new scale."""
+        """A matrix product calls this when its scale has changed.
+
+        ``refresh`` then writes the new scale to where CUDA graphs read it.
+        """
         self._is_stale = True
 
     def enter(self, product: Product) -> None:
-        """Call this before ``product`` runs. If a call of the model begins, look for changes.
+        """Call this before ``product`` runs. If a call of the model begins here, look for changes.
 
-        That is, compare the weights' contents, let scales grow, and start a copy of counts to the CPU.
+        Changes of the weights' contents make copies in E4M3 outdated. Counts that have arrived on the CPU let
+        scales grow. A copy of newer counts to the CPU is started.
         """
         if self._began.begins(product) and not fp8_product.is_capturing():
             self.compare()
@@ -142,15 +146,15 @@ class Products:
             self.counts.copy_noted()
 
     def compare(self) -> None:
-        """If other code has written into a weight, mark the copies of all weights in E4M3 as outdated."""
+        """If other code has written into a weight, mark the copies in E4M3 of all weights as outdated."""
         if self._contents is not None and not self._contents.are_same(self._compared_now()):
             self._touch()
 
     def note(self, product: Product, weights: Sequence[Tensor]) -> None:
-        """Call this before a copy of ``weights`` is made for ``product``.
+        """Call this before ``product`` makes a copy of ``weights`` in E4M3.
 
-        If the former contents of the weights are unknown, record the present contents, and mark the copies of
-        all other products as outdated.
+        If the former contents of the model's weights are unknown, record the present contents, and mark the
+        copies of all other products as outdated.
         """
         sources = self._sources(product, weights)
         if sources and (self._contents is None or not self._contents.are_of(sources)):
@@ -160,7 +164,9 @@ class Products:
             self._contents = Contents(sources, [False] * len(sources))
 
     def note_replay(self) -> None:
-        """Begin to compare the contents of weights, just before a CUDA graph starts in the current stream.
+        """Begin to check if the weights still have the contents that were copied in E4M3.
+
+        Call this just before a CUDA graph starts in the current stream.
 
         After the start, ``has_same_contents`` returns the result.
         """
@@ -183,7 +189,7 @@ class Products:
         return False
 
     def _touch(self) -> None:
-        """Record that other code has written into weights."""
+        """Record that other code has written into weights: the copies in E4M3 of all weights are outdated."""
         self._contents = None
         self.writes += 1
         for product in self.products:
@@ -195,7 +201,7 @@ class Products:
         return self._compared
 
     def _sources(self, product: Product | None = None, weights: Sequence[Tensor] = ()) -> list[Tensor]:
-        """The weights on the GPU whose contents other code may have changed.
+        """The model's weights on the GPU whose contents other code may have changed: all but merged weights.
 
         ``weights``: the weights of ``product``, if it has not stored them yet.
         """
@@ -207,12 +213,12 @@ class Products:
         ]
 
     def is_outdated(self) -> bool:
-        # This runs before each replay of a CUDA graph. The addresses of weights need not be compared here,
+        # This method runs before each replay of a CUDA graph. It need not compare the addresses of weights,
         # because the code that replays graphs notices when weights move.
         return self._is_stale or self._versions_now() != self._versions
 
     def refresh(self) -> None:
-        """Update everything that CUDA graphs read: copies of weights that were written to, scales, counters.
+        """Update everything that CUDA graphs read: copies of weights in E4M3, scales and counters.
 
         The current stream waits for copies that other streams write. No CUDA graph of the model may run
         meanwhile.
@@ -223,8 +229,8 @@ class Products:
         for product in self.products:
             product.follow_weights()
         if self._is_stale:
-            # This is set before the scales are read. Another thread may change a scale at any time, and then
-            # sets it to True again.
+            # ``_is_stale`` is cleared before the scales are read. If another thread changes a scale
+            # meanwhile, it sets ``_is_stale`` again, and the next call reads that scale.
             self._is_stale = False
             found = torch.stack([product.quantizer.to(self.quantizers.device) for product in self.products])
             self.quantizers[:, : INVERSE + 1].copy_(found[:, : INVERSE + 1])
@@ -232,15 +238,23 @@ class Products:
         self._versions = self._versions_now()
 
     def compare_scales(self) -> None:
-        """A product calls this when its scale has grown much. The next call runs without a CUDA graph."""
+        """A matrix product calls this when its scale has grown much.
+
+        The model's next call runs without a CUDA graph, and compares the product in E4M3 with fp32.
+        """
         self._compares = True
 
     def copy_counts(self) -> None:
-        """Start a copy of the counts of a CUDA graph to the CPU. Call this after the graph was started."""
+        """Start a copy to the CPU of how many values were beyond the range of E4M3 in a CUDA graph.
+
+        Call this after the graph was started.
+        """
         self.counts.copy(self.products, self.quantizers)
 
     def follow_counts(self, *, waits: bool = False) -> None:
-        """Let a scale grow if former calls had values beyond its range, as far as their counts have arrived.
+        """Let a product's scale grow if former calls had inputs beyond its range.
+
+        Calls whose counts have not arrived on the CPU yet are left for later.
 
         ``waits``: True to wait until the counts that are being copied to the CPU have arrived.
         """
@@ -249,7 +263,7 @@ class Products:
                 product.follow_count(numbers)
 
     def beyond(self) -> int:
-        """Returns the number of values beyond the range in all calls so far.
+        """Returns the number of values that were beyond the range of E4M3 in all calls so far.
 
         This method waits for the GPU, and lets scales grow that did not cover these values.
         """

@@ -1,9 +1,9 @@
 """The weights of one model in E4M3 (fp8), with a scale for each row, for the model's plans.
 
 A *plan* is a traced list of kernels that replaces the Python of a model's forward. Plans compute large linear
-layers in E4M3 (``plans/rewrite/e4m3.py``). The scales of an input are computed from this input, in each call.
-Only weights are quantized in advance: ``RowWeights`` has a ``Copy`` of each weight that a plan reads. All
-plans of the model share this copy, and it is freed with the last plan that reads it.
+layers in E4M3 (``plans/rewrite/e4m3.py``). Each call computes the scales of a layer's input from the input
+itself. Only weights are quantized in advance: ``RowWeights`` has a ``Copy`` in E4M3 of each weight that a
+plan reads. All plans of the model share this copy, and it is freed with the last plan that reads it.
 
 The model's parameters are never changed. A weight that was written to, moved or replaced is quantized again
 before the next call or replay. Its copy stays in the same memory if the sizes are the same. PyTorch does not
@@ -39,7 +39,7 @@ def in_blocks(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 class Copy(list[Tensor]):
-    """A weight (columns, depth) in E4M3, and the scales of its rows, (columns,) fp32. Empty if it was freed.
+    """The list [weight (columns, depth) in E4M3, scales of its rows (columns,) fp32]; empty if it was freed.
 
     Attributes:
         holder, name: the dict of a module's parameters, and the key of the weight in this dict.
@@ -54,12 +54,12 @@ class Copy(list[Tensor]):
         self.state: tuple[int, int] | None = None
 
     def clear(self) -> None:
-        """Free the copy. It must be made again before the next call."""
+        """Free this copy of a weight. It must be made again before the next call."""
         super().clear()
         self.state = None
 
     def write(self, weight: Tensor) -> bool:
-        """Quantize ``weight`` into this copy. Returns True if the copy had other memory before."""
+        """Quantize ``weight`` into this copy. Returns True if the copy had to get other memory."""
         state = _state_of(weight)
         y, scales = (t.squeeze(0) for t in quantize_rows(weight.detach().unsqueeze(0)))
         is_replaced = bool(self) and (self[0].shape, self[0].device) != (y.shape, y.device)
@@ -73,7 +73,7 @@ class Copy(list[Tensor]):
 
 
 class RowWeights:
-    """The copies in E4M3 of weights in the blocks of ``model``. Several threads may use this object at once.
+    """The copies in E4M3 of weights in the blocks of a model. Several threads may use this object at once.
 
     Attributes:
         replaced: counts how often a copy was freed or got other memory. CUDA graphs that were captured before
@@ -93,12 +93,12 @@ class RowWeights:
         self._written: dict[torch.device, Any] = {}
 
     def layers(self) -> set[nn.Module]:
-        """The modules whose weights may be quantized. The model's other layers are more sensitive to this."""
+        """The modules whose weights may be quantized. Quantizing other layers would change results more."""
         model = self._model()
         return set() if model is None else in_blocks(model.modules())
 
     def copy_of(self, holder: dict[str, Any], name: str) -> Copy:
-        """Returns the copy of the weight ``holder[name]``. ``refresh`` fills the copy.
+        """Returns the copy in E4M3 of the weight ``holder[name]``. A later ``refresh`` fills a new copy.
 
         The caller must keep a reference to the copy, because this object has only a weak one.
         """
@@ -115,29 +115,29 @@ class RowWeights:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of all copies."""
+        """Number of bytes of all copies of weights in E4M3."""
         return sum(t.nbytes for copy in self._living() for t in copy)
 
     def _living(self) -> list[Copy]:
         return [copy for ref in self._copies.valuerefs() if (copy := ref()) is not None]
 
     def _found(self) -> list[tuple[Copy, Tensor]]:
-        """Returns each copy with the weight that its module has now."""
+        """Returns each copy in E4M3, with the weight that the module of the copy has now."""
         found = [(copy, copy.holder.get(copy.name)) for copy in self._living()]
         return [(copy, weight) for copy, weight in found if isinstance(weight, Tensor)]
 
-    # ---- methods that calls and CUDA graphs use. ``Products`` has methods of the same names.
+    # ---- methods that calls and CUDA graphs use. The class ``Products`` has methods of the same names.
 
     def reason_now(self) -> None:
-        """Returns None, because these copies never prevent that the model runs as a CUDA graph."""
+        """Returns None: copies of weights in E4M3 never prevent that the model runs as a CUDA graph."""
 
     def copy_counts(self) -> None:
-        """Does nothing. Each scale is computed from its own row, so no value is beyond the range."""
+        """Does nothing. Each row of an input has its own scale, so no value is beyond the range of E4M3."""
 
     def offloading(self) -> str:
         """The name of what moves the weights in each call, such as group offloading; empty if nothing does.
 
-        If something does, all copies are freed.
+        If something does, all copies of weights in E4M3 are freed.
         """
         found = offloading_of(self._hooked)
         if found:
@@ -145,11 +145,14 @@ class RowWeights:
         return found
 
     def is_outdated(self) -> bool:
-        """True if a weight was written to, moved or replaced since it was copied."""
+        """True if a weight was written to, moved or replaced since it was copied in E4M3."""
         return any(copy.state != _state_of(weight) for copy, weight in self._found())
 
     def refresh(self) -> None:
-        """Make all copies again if one is outdated. The current stream waits until they are written."""
+        """Make all copies of weights in E4M3 again if one is outdated.
+
+        The current stream waits until the copies are written.
+        """
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if self.is_outdated():
                 found = self._found()
@@ -164,14 +167,16 @@ class RowWeights:
             wait_for(written, device)
 
     def compare(self) -> None:
-        """Mark all copies as outdated if other code has changed the contents of a weight."""
+        """Mark all copies in E4M3 as outdated if other code has changed the contents of a weight."""
         with self._lock:
             contents = self._contents
             if contents is not None and not contents.are_same(_compared(self._found())):
                 self._touch()
 
     def note_replay(self) -> None:
-        """Begin to compare the contents of weights, just before a call or replay starts in this stream.
+        """Begin to check if the weights still have the contents that were copied in E4M3.
+
+        Call this just before a call or replay starts in this stream.
 
         After the start, ``has_same_contents`` returns the result.
         """
@@ -179,7 +184,7 @@ class RowWeights:
             self._contents.begin()
 
     def has_same_contents(self) -> bool:
-        """True if the call that was started last reads copies of the weights' present contents.
+        """True if the call that was started last reads copies in E4M3 of the weights' present contents.
 
         This method does not wait for the end of the call.
         """
@@ -187,7 +192,7 @@ class RowWeights:
         if contents is None:
             return True
         sources = _compared(self._found())
-        with self._lock:  # other threads may compare the contents at the same time
+        with self._lock:  # other threads may run this method at the same time
             if contents.are_of(sources):
                 contents.look(sources)
                 if contents.looked_same():
@@ -195,7 +200,7 @@ class RowWeights:
             self._touch()
         return False
 
-    # ---- events after which copies must be made again
+    # ---- events after which copies of weights in E4M3 must be made again
 
     def _touch(self) -> None:
         self._contents = None
@@ -203,12 +208,12 @@ class RowWeights:
             copy.state = None
 
     def moved(self) -> None:
-        """Call this after a move of the model. The copies of weights that are on another device are freed."""
+        """Call this after a move of the model. If a weight is on another device now, all copies are freed."""
         if any(copy and weight.device != copy[0].device for copy, weight in self._found()):
             self.free()
 
     def free(self) -> None:
-        """Free all copies. The next call makes them again."""
+        """Free all copies of weights in E4M3. The next call makes them again."""
         with self._lock:
             self._contents = None
             for copy in self._living():
@@ -222,5 +227,5 @@ def _state_of(weight: Tensor) -> tuple[int, int]:
 
 
 def _compared(found: list[tuple[Copy, Tensor]]) -> list[Tensor]:
-    """The weights of ``found`` whose contents other code may have changed: all but merged weights."""
+    """Those weights in ``found`` whose contents other code may have changed: all but merged weights."""
     return [weight for _, weight in found if not is_merged_weight(weight)]

@@ -97,9 +97,9 @@ class FusedAttention(Attention):
         return h if self.rescale_output_factor == 1.0 else h / self.rescale_output_factor
 
     def readers(self) -> Sequence[Any] | None:
-        """The layers that read ``hidden_states`` or the context. None if other code may also read them.
+        """The layers that read ``hidden_states`` or the context; None if other code may read them too.
 
-        A caller may round the inputs to half precision if all these layers would do so anyway
+        If all these layers would round their inputs to half precision anyway, a caller may do so before
         (``layers/rounding.py``).
         """
         is_plain = (
@@ -113,7 +113,7 @@ class FusedAttention(Attention):
         return self._projections() if is_plain else None
 
     def of_one_token(self, context: Any) -> Tensor | None:
-        """The result of attention to a single token, (N, C): the same vector for each query of a sample.
+        """The result of attention to a single token, (N, C): each query of a sample gets the same vector.
 
         context: the token, (N, 1, C'). Returns None if ``context`` has another shape, or if a call of this
         module would do anything besides projections and attention.
@@ -121,7 +121,7 @@ class FusedAttention(Attention):
         if not is_one_token(context):
             return None
         # The softmax of one score is 1, so queries and keys do not matter. If a module has a hook or another
-        # class, diffusers' code must run, because here the hook or the module would get one token, not all.
+        # class, diffusers' code must run, because a hook or module must get all tokens, and not only one.
         if not (
             is_plain_linear(self.to_q)
             and is_plain_linear(self.to_k)
@@ -133,9 +133,9 @@ class FusedAttention(Attention):
         return self._leave(call_linear(self.to_v, context))[:, 0]
 
     def product(self, x: Tensor, context: Tensor | None) -> ProductCall | None:
-        """The matrix product in E4M3 (fp8) that reads the tokens x (N, tokens, C).
+        """Returns the matrix product in E4M3 (fp8) of the layers that read the tokens x (N, tokens, C).
 
-        The product computes q, k and v, or only q if there is a context. Returns None if this module has no
+        These layers compute q, k and v, or only q if there is a context. Returns None if this module has no
         such product, or if a call of this module would do anything besides projections and attention.
         """
         if not (fp8.is_used() and self._runs_in_order(x) and _fits(context, x)):
@@ -149,7 +149,8 @@ class FusedAttention(Attention):
     def with_product(self, product: ProductCall, x: Tensor, context: Tensor | None) -> Tensor:
         """Computes the result of this module for x (N, tokens, C), in the model's dtype or in E4M3.
 
-        If x has the model's dtype, the product only records the magnitude of x, to choose its scale later.
+        If x has the model's dtype, the matrix product ``product`` only records the magnitude of x, to choose
+        the scale of its input in E4M3 later.
 
         ``product``: the result of the method ``product`` for the same context.
         """
@@ -187,7 +188,7 @@ class FusedAttention(Attention):
             not torch.compiler.is_compiling()
             and dispatch.has_kernels(hidden_states)
             and type(self.processor) is AttnProcessor2_0
-            and options.keys() <= {"temb"}  # only ``spatial_norm`` reads temb, and it is None here
+            and options.keys() <= {"temb"}  # temb is for ``spatial_norm``, which is None here
             and hidden_states.dim() in (3, 4)
             and _fits(context, hidden_states)
             and _is_plain_attention(self)
@@ -198,8 +199,8 @@ class FusedAttention(Attention):
     ) -> tuple[Tensor, ...]:
         """Returns (queries, keys, values), each of the shape (N, heads, tokens, channels of a head).
 
-        ``product``: None, or a matrix product in E4M3 (fp8) that computes the layers that read
-        ``hidden_states``. Then ``hidden_states`` are in E4M3.
+        ``product``: None, or one matrix product in E4M3 (fp8) for all layers that read ``hidden_states``.
+        With a product, ``hidden_states`` are in E4M3.
         """
         heads = self.heads
         if torch.is_grad_enabled() and any(map(is_wrapper, layers := self._projections())):
@@ -210,8 +211,8 @@ class FusedAttention(Attention):
             return tuple(_split(each, heads) for each in found)
         own_q, own_k, own_v = self._projections()
         to_k, to_v = plain_layer(own_k), plain_layer(own_v)
-        # Weights that lie side by side in memory share an allocation, which is registered under a module, the
-        # owner. Without adapters, the owner is this attention module. With adapters, ``plain_layer`` returns
+        # Weights that lie side by side in memory share an allocation, which is registered under a module, its
+        # *owner*. Without adapters the owner is this attention module. With adapters, ``plain_layer`` returns
         # layers with merged weights, and the owner is the layer that it returns for ``to_v``.
         owner = self if to_v is own_v else to_v
         if context is None:
@@ -231,7 +232,7 @@ class FusedAttention(Attention):
         return [layer_of(self, name) for name in ("to_q", "to_k", "to_v")]
 
     def _readers_of_tokens(self, context: Tensor | None) -> list[Any]:
-        """The layers that read the module's input: ``to_q``; without a context ``to_k`` and ``to_v`` too."""
+        """The layers that read ``hidden_states``: ``to_q``; without a context also ``to_k`` and ``to_v``."""
         return self._projections() if context is None else [layer_of(self, "to_q")]
 
     def _train(self, x: Tensor, layers: list[Any]) -> Sequence[Tensor]:
@@ -251,14 +252,14 @@ class FusedAttention(Attention):
     def _last_layers(self) -> tuple[Any, Any]:
         """Returns the linear layer of the output projection, and the dropout after it."""
         layers = layer_of(self, "to_out")
-        # ``layers[0]`` and ``layers[1]`` of a ModuleList would take ten times the CPU time.
+        # Indexing the ModuleList (``layers[0]``, ``layers[1]``) would take ten times the CPU time.
         project, dropout, *_ = layers._modules.values() if type(layers) is nn.ModuleList else layers
         return project, dropout
 
     def _leaves_plainly(self) -> bool:
         """True if the output projection is a plain linear layer, and dropout does nothing.
 
-        Then the result for each token depends on this token alone.
+        Then each token of the result depends on a single token of the input.
         """
         project, dropout = self._last_layers()
         return is_plain_linear(plain_layer(project)) and drops_nothing(dropout)
@@ -276,9 +277,10 @@ class FusedAttention(Attention):
         return linears if same else linears[1:]
 
     def pack_merged(self) -> None:
-        """Moves the merged weights of adapters side by side in memory, so that one product can use them.
+        """Moves the merged weights of q, k and v side by side in memory, so that one product can use them.
 
-        The addresses of the merged weights change. So call this only if no CUDA graph reads the old ones.
+        Merged weights are copies of weights to which adapters were added. The addresses of the merged weights
+        change. So call this only if no CUDA graph reads the old ones.
         """
         linears = self._packed_linears()
         merged = [stand_in_of(linear) for linear in linears]
@@ -286,7 +288,7 @@ class FusedAttention(Attention):
             pack(merged[-1], merged)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Moves parameters side by side again after ``nn.Module._apply``.
+        """Moves the weights of q, k and v side by side in memory again after ``nn.Module._apply``.
 
         Methods such as ``.to()`` call ``_apply``, which may give each parameter separate memory.
         """
@@ -295,18 +297,21 @@ class FusedAttention(Attention):
         return module
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Moves the parameters of a deepcopy side by side again, because each of them has separate memory."""
+        """Moves the weights of q, k and v side by side in memory again.
+
+        In a deepcopy of the module each weight has separate memory.
+        """
         super().__setstate__(state)
         self._pack()
 
 
 def _fits(context: Tensor | None, x: Tensor) -> bool:
-    """True if there is no context, or if it is (N, tokens', C') for as many samples as x has."""
+    """True if ``context`` is None, or is (N, tokens', C') with as many samples as x."""
     return context is None or (context.dim() == 3 and context.shape[0] == x.shape[0])
 
 
 def _called(layer: Any, x: Tensor) -> Tensor:
-    """Computes ``layer(x)``. In training, ``trained`` computes a layer with a LoRA adapter if it can."""
+    """Computes ``layer(x)``; in training, a LoRA layer with fewer passes (``lora/trained_adapters.py``)."""
     y = trained(layer, x) if torch.is_grad_enabled() and is_wrapper(layer) else None
     return call_linear(layer, x) if y is None else y
 
@@ -334,10 +339,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_prompt: bool) -> Te
 
 
 def _joined(owner: nn.Module, x: Tensor, linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None] | None:
-    """Returns (weight, bias) of one linear layer that computes all ``linears`` of x at once.
+    """Returns (weight, bias) of one linear layer that computes all ``linears`` with the input x at once.
 
-    None if they must be called one by one. ``owner``: the module for which ``pack`` has moved their weights
-    side by side.
+    None if the layers must be called one by one. ``owner``: the module for which ``pack`` has moved the
+    weights of ``linears`` side by side in memory.
     """
     found = plain_parameters(linears)
     return joined(owner, found) if found is not None and is_one_product(x, found) else None
@@ -354,7 +359,8 @@ def _parts(x: Tensor, count: int, heads: int) -> tuple[Tensor, ...]:
     """
     if not x.is_contiguous():
         return _split(x, count * heads).chunk(count, 1)
-    # ``as_strided`` and ``unbind`` take half as much CPU time as the views that they replace.
+    # ``as_strided`` and ``unbind`` take half as much CPU time as ``_split`` and ``chunk``, which return the
+    # same.
     N, L, C = x.shape
     width = C // count
     D = width // heads
@@ -382,7 +388,7 @@ class _AttentionFusion(ClassSwap):
 
 
 def _covers(attn: Attention) -> bool:
-    # If the result is False, no call of the module could ever run fused. The processor is not checked here
+    # Attention for which ``_covers`` returns False is never fused. The module's processor is not checked here
     # but at each call, because users may change it at any time.
     has_layers = attn.to_k is not None and attn.to_out is not None
     return has_layers and _is_plain_attention(attn) and attn.added_kv_proj_dim is None

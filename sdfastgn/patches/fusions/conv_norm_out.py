@@ -63,7 +63,7 @@ class _HandOff(threading.local):
     """What each fused norm tells the activation module after it. Each thread has its own attributes.
 
     Attributes:
-        armed: a dict from the id of a norm whose kernel must also apply the activation to the activation.
+        armed: a dict from the ids of norms to activations: the norm's kernel must also apply this activation.
         output: weak reference to the last result that a norm has activated; None if there is none.
     """
 
@@ -76,9 +76,9 @@ _hand_off = _HandOff()
 
 
 class FusedNormOut(FusedGroupNorm):
-    """``conv_norm_out``, the last norm of a model. It also applies the activation ``conv_act`` in its kernel.
+    """``conv_norm_out``, the last norm of a model. Its kernel also applies the activation ``conv_act``.
 
-    The activation is applied only while the model's forward runs. Calls from other code only normalize.
+    It does so only while the model's forward runs. In calls from other code it only normalizes.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -97,9 +97,9 @@ class FusedNormOut(FusedGroupNorm):
 
 
 class _Pass(nn.Module):
-    """Base class of the activations after a ``FusedNormOut``, which applies the activation in its kernel.
+    """Base class of the activations after a ``FusedNormOut``, a norm whose kernel may also activate.
 
-    If the input is the tensor that the norm has just activated, it is returned unchanged.
+    If the input is the tensor that this norm has just activated, it is returned unchanged.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -111,15 +111,15 @@ class _Pass(nn.Module):
 
 
 class PassSiLU(_Pass, nn.SiLU):
-    """``nn.SiLU``. Returns its input unchanged if ``FusedNormOut`` has already activated it."""
+    """``nn.SiLU``. Returns its input unchanged if the norm before it has already activated it."""
 
 
 class PassReLU(_Pass, nn.ReLU):
-    """``nn.ReLU``. Returns its input unchanged if ``FusedNormOut`` has already activated it."""
+    """``nn.ReLU``. Returns its input unchanged if the norm before it has already activated it."""
 
 
 class PassGELU(_Pass, nn.GELU):
-    """``nn.GELU``. Returns its input unchanged if ``FusedNormOut`` has already activated it."""
+    """``nn.GELU``. Returns its input unchanged if the norm before it has already activated it."""
 
 
 _PASS: dict[Any, Any] = {nn.SiLU: PassSiLU, nn.ReLU: PassReLU, nn.GELU: PassGELU}
@@ -136,7 +136,7 @@ def _activation_of_pass(act: nn.Module) -> str | None:
 
 
 def arm(parent: Any, args: Any) -> None:
-    """A forward pre-hook of a model: from now on the model's ``conv_norm_out`` also applies ``conv_act``.
+    """A forward pre-hook of a model: in this forward ``conv_norm_out`` also applies ``conv_act``.
 
     Nothing happens if the forward of the model (``parent``) is unknown code, which may not call the
     activation directly after the norm.
@@ -148,7 +148,7 @@ def arm(parent: Any, args: Any) -> None:
 
 
 def disarm(parent: Any, args: Any, output: Any) -> None:
-    """A forward hook of a model (``parent``): from now on the model's ``conv_norm_out`` only normalizes.
+    """A forward hook of a model (``parent``): after its forward ``conv_norm_out`` only normalizes.
 
     This hook runs even if the forward has raised an error.
     """
@@ -191,7 +191,7 @@ class _NormOutFusion:
     def undo(self, module: Any) -> None:
         remove_hooks(module, arm, disarm)
         for name in ("conv_norm_out", "conv_act"):
-            child = module._modules.get(name)  # the child is None if other code has removed it
+            child = module._modules.get(name)  # ``child`` is None if other code has removed it
             if child is not None:
                 restore_class(child)
 

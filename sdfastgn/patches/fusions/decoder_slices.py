@@ -39,8 +39,8 @@ class FusedDecoder(Decoder):
     def _images_at_once(self, sample: Tensor) -> int | None:
         """Maximum number of images that are decoded at once; None if all images must be decoded together.
 
-        All images are decoded together with gradients, under a compiler, in a trace, and where sdfastgn's
-        kernels do not run.
+        No slices are made with gradients, under a compiler, in a trace, and where sdfastgn's kernels do not
+        run.
         """
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_grad_enabled():
             return None

@@ -1,6 +1,6 @@
 """diffusers' ``GEGLU``, the first part of ``FeedForward``: bias, GELU and product in one kernel.
 
-Upstream's linear layer writes a tensor (..., 2D). GELU reads and writes half of this tensor, and the
+diffusers' linear layer writes a tensor (..., 2D). GELU reads and writes half of this tensor, and the
 elementwise product reads both halves and writes (..., D). Here the matrix product adds no bias, and one
 kernel reads its result, does all the rest and writes (..., D). The other parts of ``FeedForward`` (dropout,
 the second linear layer, chunks of tokens) stay as they are.
@@ -28,8 +28,8 @@ class FusedGEGLU(GEGLU):
     """
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # With extra arguments upstream's forward runs, because it warns that these arguments are deprecated.
-        # Upstream's forward also runs under a compiler, which makes the same kernel by itself.
+        # With extra arguments diffusers' forward runs, because it warns that these arguments are deprecated.
+        # It also runs under a compiler, which fuses these operations itself.
         if args or kwargs or torch.compiler.is_compiling() or not dispatch.has_kernels(hidden_states):
             return super().forward(hidden_states, *args, **kwargs)
         return linear_geglu(layer_of(self, "proj"), hidden_states)

@@ -34,7 +34,7 @@ class FusedResnetBlock2D(ResnetBlock2D):
     """
 
     def forward(self, input_tensor: Tensor, temb: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
-        # Extra arguments are deprecated: upstream's forward warns of them.
+        # Extra arguments are deprecated. With them diffusers' forward runs, because it warns of them.
         if args or kwargs or not dispatch.has_kernels(input_tensor):
             return super().forward(input_tensor, temb, *args, **kwargs)
         resamples = self.upsample is not None or self.downsample is not None
@@ -70,13 +70,13 @@ class FusedResnetBlock2D(ResnetBlock2D):
                 f"time_embedding_norm={self.time_embedding_norm!r}"
             )
         act = layer_of(self, "nonlinearity")
-        # With a ``time_embedding_norm`` other than "default" and "scale_shift" upstream ignores temb.
+        # With a ``time_embedding_norm`` other than "default" and "scale_shift" diffusers ignores temb.
         embedding = NO_EMBEDDING
         if scales or self.time_embedding_norm == "default":
             linear_act = None if self.skip_time_act else act
             embedding = Embedding(temb, layer_of(self, "time_emb_proj"), linear_act, scales)
-        # ``conv1.out_channels`` is not read below, because conv1 may be a LoRA's wrapper around the
-        # convolution.
+        # The block's ``out_channels`` are read and not conv1's, because conv1 may be a LoRA's wrapper around
+        # the convolution.
         conv1, norm2 = layer_of(self, "conv1"), layer_of(self, "norm2")
         reader = layer_of(self, "conv2") if drops_nothing(layer_of(self, "dropout")) else None
         return conv_norm_act(h, conv1, norm2, act, self.out_channels, embedding, reader)
@@ -86,8 +86,8 @@ FUSION = ClassSwap(
     "resnet_block",
     ResnetBlock2D,
     FusedResnetBlock2D,
-    # Two versions of ``forward`` are known. They compute the same values. The version before diffusers 0.37
-    # also makes the shortcut's input channels-first, which changes no value.
+    # Two versions of the ``forward`` of ``ResnetBlock2D`` were tested. They compute the same values. The
+    # version before diffusers 0.37 also makes the shortcut's input channels-first, which changes no value.
     sources=(tested(ResnetBlock2D, "__init__", "forward"),),
     check=lambda block: activation_reason(block.nonlinearity),
 )

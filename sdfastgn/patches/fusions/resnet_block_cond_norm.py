@@ -30,7 +30,7 @@ class FusedResnetBlockCondNorm2D(ResnetBlockCondNorm2D):
 
     def forward(self, input_tensor: Tensor, temb: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         resamples = self.upsample is not None or self.downsample is not None
-        # Extra arguments are deprecated: upstream's forward warns of them.
+        # Extra arguments are deprecated. With them diffusers' forward runs, because it warns of them.
         if args or kwargs or resamples or not dispatch.has_kernels(input_tensor):
             return super().forward(input_tensor, temb, *args, **kwargs)
         h = self._norm_act("norm1", input_tensor, temb, None)
@@ -45,7 +45,7 @@ class FusedResnetBlockCondNorm2D(ResnetBlockCondNorm2D):
     def _norm_act(self, name: str, x: Tensor, temb: Tensor, bias: Tensor | None) -> Tensor:
         """Computes ``act(norm(x + bias, temb))`` with the norm in the attribute ``name``.
 
-        This takes one kernel if possible.
+        One kernel computes all of this if possible.
         """
         norm, act = layer_of(self, name), layer_of(self, "nonlinearity")
         y = ada_group_norm.ada_norm_act(norm, act, x, temb, bias)

@@ -1,7 +1,7 @@
 """Stable Video Diffusion's ``TransformerSpatioTemporalModel``, without copies of the tokens.
 
-Before each temporal block, which attends over the frames, upstream copies the tokens, so that the tokens of a
-pixel are neighbors. After the block it copies them back. Here all tokens stay in the order of the
+Before each temporal block, which attends over the frames, diffusers copies the tokens, so that the tokens of
+a pixel are neighbors. After the block it copies them back. Here all tokens stay in the order of the
 channels-last image, as in ``temporal_transformer.py``. Further differences:
 
 - a LayerNorm and the sum before it (with a residual or with the embedding of the frames) are one kernel;
@@ -12,7 +12,7 @@ channels-last image, as in ``temporal_transformer.py``. Further differences:
 - one pass mixes the results of the two blocks (``alpha_blender.py``);
 - the result is channels-last, and the last sum computes the statistics of the next block's norm.
 
-Upstream's forward runs with gradients, under autocast or a compiler, and if a temporal block has hooks,
+diffusers' forward runs with gradients, under autocast or a compiler, and if a temporal block has hooks,
 replaced layers or a feed-forward in chunks.
 """
 
@@ -78,7 +78,7 @@ class FusedTransformerSpatioTemporalModel(TransformerSpatioTemporalModel):
         return TransformerTemporalModelOutput(sample=output) if return_dict else (output,)
 
     def _embedding_of_frames(self, videos: int, frames: int, x: Tensor) -> Tensor:
-        """The embedding of the frame numbers: (videos * frames, C), in the dtype of x."""
+        """The embedding of each frame's number in its video: (videos * frames, C), in the dtype of x."""
         numbers = torch.arange(frames, device=x.device).repeat(videos)
         return self.time_pos_embed(self.time_proj(numbers).to(x.dtype))
 
@@ -92,12 +92,12 @@ class FusedTransformerSpatioTemporalModel(TransformerSpatioTemporalModel):
 
 
 def _is_plain(block: Any, tokens: Tensor) -> bool:
-    """True if the fused code of temporal blocks, ``_over_frames``, computes what a call of ``block`` would.
+    """True if ``_over_frames``, the fused code, computes what a call of the temporal block ``block`` would.
 
     ``tokens``: (1, tokens, C), the tokens of one frame.
     """
-    # If a module has a hook, upstream's forward must run, because here the hook would get tokens of another
-    # shape.
+    # If a module has a hook, diffusers' forward must run: the fused code would call the hook with tokens of
+    # another shape.
     if type(block) is not TemporalBasicTransformerBlock or not all(map(is_unhooked, block.modules())):
         return False
     norms = (block.norm_in, block.norm1, block.norm2, block.norm3)

@@ -43,15 +43,15 @@ from sdfastgn.patches.swap.fusion import activation_of, stock_class
 # this is enough to keep a feature map of each resolution of Stable Diffusion's decoder, together with the
 # feature map from which it is computed.
 MOST_BYTES = 1792 * 1024**2
-# The feature maps in memory may take more than MOST_BYTES in two cases, because more memory is needed anyway:
-# - In diffusers' own tiled decode, the last layers of a tile need three feature maps of the largest size: the
-#   input of a norm, its result, and the result of the activation. So three such maps may stay in memory.
-# - Attention in the middle block, which runs before the strips, needs eight tensors of the size of the middle
-#   block's result. So seven such tensors may stay in memory. The memory of the eighth is for strips.
+# The feature maps in memory may take more than MOST_BYTES in two cases, in which more memory is needed
+# anyway: - In diffusers' own tiled decode, the last layers of a tile need three feature maps of the largest
+# size: the input of a norm, its result, and the result of the activation. So three such maps may stay in
+# memory. - Attention in the middle block, which runs before the strips, needs eight tensors of the size of
+# the middle block's result. So seven such tensors may stay in memory. The memory of the eighth is for strips.
 MAPS_OF_A_TILE = 3
 MAPS_OF_ATTENTION = 7
 # A strip of the widest feature map takes about 1 / STRIPS of the bytes that all feature maps in memory may
-# take together. Two or three such strips exist at a time.
+# take together. At any time two or three such strips exist.
 STRIPS = 14
 
 
@@ -63,7 +63,10 @@ class Parts(NamedTuple):
 
 
 def scale_of(parts: Parts) -> int:
-    """Height of an image divided by the height of the middle block's result."""
+    """Height of an image divided by the height of the middle block's result.
+
+    Each upsampling among the layers of ``parts`` doubles the height.
+    """
     return 2 ** sum(isinstance(layer, UpsampleParts) for layer in parts.layers)
 
 
@@ -81,7 +84,8 @@ def decode(
         middle: computes the middle block's result, (1, C, H / scale, W / scale), where ``scale`` is
             ``scale_of(parts)``. Nothing else may refer to this tensor, because its memory is used again.
         out: gets the image. It has the dtype and device of the middle block's result.
-        tile: number of positions that a tile of diffusers' own tiled decode has in the middle block's result.
+        tile: number of positions of the middle block's result in one tile, if diffusers or ComfyUI decoded in
+            tiles.
         after_layer: called after each of the layers, and at the end: ``len(parts.layers) + 1`` times.
     """
     write(_chain(parts, middle, tile, after_layer), out)
@@ -89,7 +93,7 @@ def decode(
 
 
 def _chain(parts: Parts, middle: Callable[[], Tensor], tile: int, after_layer: Callable[[], object]) -> Out:
-    """Prepares the layers for one image, and returns the last layer. The arguments are those of ``decode``.
+    """Prepares the layers of a decoder for one image, and returns the last one. Arguments: as of ``decode``.
 
     This function also computes the statistics of all norms, and the feature maps that stay in memory. The
     method ``rows`` of the last layer then computes rows of the image.
@@ -97,7 +101,7 @@ def _chain(parts: Parts, middle: Callable[[], Tensor], tile: int, after_layer: C
     x = middle()
     most = _held_bytes(parts, x, tile)
     layer: Layer = Held(x, most // STRIPS)
-    # Without ``x``, only ``layer`` refers to the feature map in memory. So this map is freed as soon as
+    # With ``x`` deleted, only ``layer`` refers to the feature map in memory. So the map is freed as soon as
     # ``layer`` is replaced by a layer that reads a later feature map in memory.
     del x
     for part, after in zip(parts.layers, [*parts.layers[1:], None], strict=True):
@@ -133,7 +137,7 @@ def _can_hold(layer: Resnet | Upsample, after: ResnetParts | UpsampleParts | Non
     ``after``: the parts of the layer after ``layer``; None if ``layer`` is the last one.
     """
     if layer.source is layer.anchor and layer.source.shape == layer.shape:
-        return True  # the result is written over the tensor that the layer reads, and takes no memory
+        return True  # the result overwrites the layer's input, and takes no further memory
     if isinstance(layer, Upsample) and after is not None:
         following = _layer(after, layer)
         if following.shape != layer.shape and layer.nbytes + following.nbytes > most:
@@ -144,7 +148,8 @@ def _can_hold(layer: Resnet | Upsample, after: ResnetParts | UpsampleParts | Non
 def _held_bytes(parts: Parts, x: Tensor, tile: int) -> int:
     """Number of bytes that all feature maps in memory may take together.
 
-    x (1, C, H, W): the middle block's result. ``tile``: number of positions in a tile of x.
+    x (1, C, H, W): the middle block's result. ``tile``: number of positions of x in a tile of diffusers' or
+    ComfyUI's tiled decode.
     """
     layer: Layer = Held(x, 0)
     widest = layer.nbytes
@@ -199,7 +204,10 @@ def reason_to_skip(parts: Parts, class_of: Callable[[Any], type] = stock_class) 
 
 
 def _convolutions(parts: Parts) -> list[Any]:
-    """Returns the 3 x 3 convolutions of a decoder, or peft's LoRA layers around them."""
+    """Returns all 3 x 3 convolutions of a decoder after its middle block.
+
+    A convolution with a LoRA is returned as peft's LoRA layer around it.
+    """
     found = [parts.out.conv]
     for layer in parts.layers:
         found += [layer.conv] if isinstance(layer, UpsampleParts) else [layer.conv1, layer.conv2]
@@ -218,7 +226,7 @@ def _is_plain_conv(conv: Any, class_of: Callable[[Any], type]) -> bool:
 
 
 def reason_of_adapters(vae: nn.Module, parts: Parts) -> str | None:
-    """Which adapter prevents a decode in strips, so that diffusers' own tiled decode runs; None if none does.
+    """Says which adapter prevents a decode in strips, so that diffusers decodes in tiles; None if none.
 
     A decode in strips reads the weights of convolutions. So the adapter of a convolution, such as a LoRA,
     must be merged into the weight.
@@ -234,12 +242,14 @@ def reason_of_adapters(vae: nn.Module, parts: Parts) -> str | None:
 
 
 def merges_now(decoder: nn.Module, parts: Parts) -> bool:
-    """Merges the adapters of all 3 x 3 convolutions into weights.
+    """Merges the adapters of all 3 x 3 convolutions in ``parts`` into weights.
 
-    Returns False if one of the adapters cannot be merged in this call, so that peft's forward must run.
+    Returns True if all of them are merged. Returns False if one cannot be merged in this call, so that peft's
+    forward must run.
     """
     wrappers = [conv for conv in _convolutions(parts) if _inner(conv) is not conv]
-    # An adapter may not have been merged yet, for instance a LoRA that was added after ``optimize``.
+    # If an adapter has no merged weight yet, for instance a LoRA that was added after ``optimize``, merge it
+    # now.
     if any(map(waits, wrappers)):
         adopt(decoder)
     return not any(plain_layer(conv) is conv for conv in wrappers)

@@ -102,8 +102,8 @@ class Held:
 
     @property
     def anchor(self) -> Held:
-        # This is a property, because an attribute that refers to its own object is a cycle of references. The
-        # feature map would then stay in memory until a garbage collection.
+        # ``anchor`` is a property: an attribute that refers to its own object would be a cycle of references,
+        # and the feature map would stay in memory until a garbage collection.
         return self
 
     @property
@@ -123,7 +123,8 @@ class _Computed:
         source: what this layer reads: the result of another layer, or a feature map in memory (``Held``).
         anchor: the feature map in memory (``Held``) from which the layers up to this one are computed.
         shape: (C, H, W) of the result.
-        row_bytes: bytes that one row of the result needs in the widest feature map from the anchor to here.
+        row_bytes: bytes that one row of the result needs in the widest feature map from the anchor to this
+            layer.
         moments: None, because the mean and variance of the result are not known.
     """
 
@@ -138,15 +139,15 @@ class _Computed:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that the whole result would take in memory."""
+        """Number of bytes that the whole result of this layer would take in memory."""
         C, H, W = self.shape
         return C * H * W * self.anchor.x.element_size()
 
     def learn(self) -> None:
-        """Computes the mean and variance that each norm of the layer needs. Call it once before ``rows``."""
+        """Computes the mean and variance that each norm of this layer needs. Call it once before ``rows``."""
 
     def rows(self, top: int, bottom: int) -> Tensor:
-        """Computes the rows of the result from ``top`` to ``bottom`` - 1: (1, C, bottom - top, W)."""
+        """Computes rows ``top`` to ``bottom`` - 1 of this layer's result: (1, C, bottom - top, W)."""
         raise NotImplementedError
 
     def _moments_of_source(self) -> Tensor:
@@ -209,7 +210,8 @@ class Upsample(_Computed):
         return self.parts.whole(x)
 
     def rows(self, top: int, bottom: int) -> Tensor:
-        # The convolution reads the upsampled rows from top - 1 to bottom, both included.
+        # The convolution reads the upsampled rows from top - 1 to bottom, both included. ``first`` to
+        # ``last`` - 1 are the source's rows from which these are upsampled.
         first, last = max(0, (top - 1) // 2), min(self.source.shape[1], bottom // 2 + 1)
         y = self.parts.whole(self.source.rows(first, last))
         return _rows(y, top - 2 * first, bottom - 2 * first)
@@ -264,7 +266,7 @@ def write(layer: _Computed, out: Tensor, found: list[tuple[int, Tensor]] | None 
     """Writes the result of ``layer`` into ``out`` (1, C, H, W), which may be the tensor that the layer reads.
 
     ``found``: a list, or None. For each strip of the result, (number of positions, mean and variance of each
-    channel) is appended to the list.
+    channel) is appended to this list.
     """
     last: tuple[int, int, Tensor] | None = None
     for top, bottom in _strips(layer):
@@ -283,7 +285,7 @@ def write(layer: _Computed, out: Tensor, found: list[tuple[int, Tensor]] | None 
 def _moments_of(rows: Callable[[int, int], Tensor], layer: _Computed) -> Tensor:
     """Computes mean and variance of each channel of the feature map that a norm of ``layer`` reads.
 
-    Returns (2, C) fp64.
+    Returns mean and variance as one tensor (2, C) fp64.
 
     ``rows``: a function that gets (top, bottom), and returns the feature map's rows from ``top`` to
     ``bottom`` - 1. ``_strips(layer)`` says for which rows it is called.
@@ -292,7 +294,10 @@ def _moments_of(rows: Callable[[int, int], Tensor], layer: _Computed) -> Tensor:
 
 
 def _strips(layer: _Computed) -> Iterator[tuple[int, int]]:
-    """Yields (first row, row after the last one) of each strip. Heights differ by at most one row."""
+    """Yields (first row, row after the last one) of each strip of the result of ``layer``.
+
+    Heights differ by at most one row.
+    """
     H = layer.shape[1]
     count = ceil_div(H, max(LEAST_ROWS, layer.strip_bytes // layer.row_bytes))
     for i in range(count):
@@ -357,7 +362,7 @@ def _rows(x: Tensor, top: int, bottom: int) -> Tensor:
 
 
 def _grown(top: int, bottom: int, H: int) -> tuple[int, int]:
-    """Which rows a 3 x 3 convolution reads to compute the rows from ``top`` to ``bottom``: (first, last + 1).
+    """The rows that a 3 x 3 convolution reads to compute rows ``top`` to ``bottom`` - 1: (first, last + 1).
 
     H: height of the image.
     """
@@ -365,7 +370,7 @@ def _grown(top: int, bottom: int, H: int) -> tuple[int, int]:
 
 
 def _conv(conv: Any, x: Tensor, first: int, top: int, bottom: int) -> tuple[Tensor, Tensor | None]:
-    """Computes the rows from ``top`` to ``bottom`` of the result of ``conv``.
+    """Computes the rows from ``top`` to ``bottom`` - 1 of the result of ``conv``.
 
     Returns (these rows, the bias of ``conv`` or None if the rows include it).
 
@@ -397,15 +402,16 @@ def _norm_act(norm: Any, act: Any, x: Tensor, moments: Any, bias: Tensor | None 
     mean, variance = moments
     name = activation_of(act, stock_class(act)) or "identity"
     if dispatch.runs_in_triton(x) and not dispatch.is_op_off("group_norm", x):
-        # The kernel takes a sum of squared deviations, and divides this sum by the number of positions in x,
-        # which has only some rows. So the sum must be ``variance`` times this number of positions.
+        # The kernel of ``group_norm`` takes a sum of squared deviations, and divides this sum by the number
+        # of positions in x, which has only some rows. So the sum must be ``variance`` times this number of
+        # positions.
         m2 = variance * (x.shape[2] * x.shape[3])
         statistics = torch.stack((mean, m2)).float().view(2, 1, 1, -1)
         options: dict[str, Any] = {"shift": bias, "statistics": statistics}
         y = group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, name, **options)
         if not dispatch.is_op_off("group_norm", x):
-            # If the kernel could not be compiled, it was turned off during the call of ``group_norm``. Then
-            # PyTorch has normalized with the statistics of x alone, and the code below computes y again.
+            # If the kernel could not be compiled, ``group_norm`` has turned it off during this call. Then
+            # PyTorch has normalized with the statistics of x alone, and y is computed again below.
             return y
     if bias is not None:
         mean = mean + bias

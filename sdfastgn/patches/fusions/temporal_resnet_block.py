@@ -84,7 +84,7 @@ class FusedSpatioTemporalResBlock(SpatioTemporalResBlock):
         if temb is not None:
             temb = temb.unflatten(0, (-1, frames))
         h, bias = self.temporal_res_block.before_sum(as_video(x, frames), temb)
-        # The mix of both results is spatial * x + temporal * (x + h + bias).
+        # The mix of the results of both blocks is spatial * x + temporal * (x + h + bias).
         spatial, temporal = factors_of(self.time_mixer, image_only_indicator, x)
         return blend(h.transpose(1, 2).flatten(0, 1), x, bias, torch.stack((spatial + temporal, temporal)))
 

@@ -1,6 +1,6 @@
 """diffusers' ``TransformerTemporalModel`` and AnimateDiff's motion modules, without copies of the tokens.
 
-Upstream copies the image to (N, H, W, frames, C), so that the tokens of a pixel are neighbors. At the end it
+diffusers copies the image to (N, H, W, frames, C), so that the tokens of a pixel are neighbors. At the end it
 copies the result back, to a channels-first image. Here the tokens stay in the order of the channels-last
 image, (N, frames, H, W, C). Only attention depends on the order of tokens. Its kernel reads the tokens of a
 pixel with a stride.
@@ -8,7 +8,7 @@ pixel with a stride.
 Each residual add and the LayerNorm after it are one kernel, which also adds the positional embedding of the
 frames, as in ``transformer_block.py``. The last sum also computes the statistics of the next block's norm.
 
-Upstream's forward runs with gradients, under autocast or a compiler, if text or another optional argument is
+diffusers' forward runs with gradients, under autocast or a compiler, if text or another optional argument is
 given, and for blocks with FreeNoise, hooks or a feed-forward in chunks.
 """
 
@@ -97,7 +97,7 @@ def image_of(tokens: Tensor, like: Tensor) -> Tensor:
 
 
 def attends_over_frames(attn: Any, x: Tensor) -> bool:
-    """True if ``attn.over_frames`` can replace upstream's attention over frames. x: (N, tokens, C)."""
+    """True if ``attn.over_frames`` can replace diffusers' attention over frames. x: (N, tokens, C)."""
     return isinstance(attn, FusedAttention) and attn.runs_over_frames(x)
 
 
@@ -111,12 +111,12 @@ def _runs_fused(model: Any, x: Tensor, frames: int, others: tuple[Any, ...]) -> 
 
 
 def _block_is_plain(block: Any, x: Tensor, frames: int) -> bool:
-    """True if the fused code of a transformer block, ``_block``, computes what a call of ``block`` would.
+    """True if ``_block``, the fused code, computes what a call of the transformer block ``block`` would.
 
     x: the images, (N * frames, C, H, W).
     """
-    # If a module has a hook, upstream's forward must run, because here the hook would get tokens of another
-    # shape.
+    # If a module has a hook, diffusers' forward must run: the fused code would call the hook with tokens of
+    # another shape.
     if stock_class(block) is not BasicTransformerBlock or not all(map(is_unhooked, block.modules())):
         return False
     tokens = tokens_of(x[:1])
@@ -139,10 +139,10 @@ def _fits(embedding: Any, x: Tensor, frames: int) -> bool:
 
 
 def _over_frames(model: Any, x: Tensor, frames: int, name: str | None) -> Tensor:
-    """The fused forward of ``model``. x and the result: images (N * frames, C, H, W).
+    """Runs ``model``, a transformer over frames, fused. x and the result: images (N * frames, C, H, W).
 
-    ``name``: the keyword by which upstream passes tokens to the linear layers; None if it passes them by
-    position.
+    ``name``: the keyword by which diffusers passes tokens to the first and last linear layer; None if it
+    passes them by position.
     """
     tokens = call_linear(model.proj_in, tokens_of(model.norm(as_video(x, frames))), name)
     for block in model.transformer_blocks:

@@ -34,16 +34,17 @@ from sdfastgn.patches.swap.tested_sources import tested, unknown_source
 
 try:
     from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
-except ImportError:  # the installed diffusers is older than Flux 2
+except ImportError:  # diffusers older than Flux 2 lacks this class
     AutoencoderKLFlux2 = AutoencoderKL
 
-# The VAE classes of diffusers that are fused here. Their ``_decode`` and ``tiled_decode`` do the same.
+# The VAE classes of diffusers that are fused here. Their methods ``_decode`` and ``tiled_decode`` are the
+# same.
 _VAES: tuple[type[nn.Module], ...] = tuple(dict.fromkeys((AutoencoderKL, AutoencoderKLFlux2)))
 _ENTRY = "tiled_decode"
 
 
 class _TiledDecode(InstanceEntry):
-    """Replaces the ``tiled_decode`` of one VAE."""
+    """Replaces the method ``tiled_decode`` of one VAE by a decode in strips of the image."""
 
     __slots__ = ()
 
@@ -87,8 +88,8 @@ def _middle(vae: Any, latent: Tensor) -> Tensor:
     if vae.post_quant_conv is not None:
         latent = vae.post_quant_conv(latent)
     x = decoder.mid_block(decoder.conv_in(latent), None)
-    # In some releases of diffusers the layers up to here may have another dtype than the up blocks, so x is
-    # converted to the dtype of the up blocks.
+    # In some releases of diffusers the layers before the up blocks may have another dtype than the up blocks.
+    # So x is converted to the dtype of the up blocks.
     return x.to(_dtype(decoder))
 
 

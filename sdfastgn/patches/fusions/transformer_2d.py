@@ -1,6 +1,6 @@
 """diffusers' ``Transformer2DModel``: returns a channels-last image, without a copy of the tokens.
 
-Upstream's forward ends with ``.permute(0, 3, 1, 2).contiguous()``, so all later layers get channels-first
+diffusers' forward ends with ``.permute(0, 3, 1, 2).contiguous()``, so all later layers get channels-first
 images. Here the image stays channels-last. The kernel of the sum with the residual also stores the statistics
 of its result. In fp16 and bf16, the 1x1 convolutions before and after the blocks run as matrix products.
 """

@@ -51,7 +51,7 @@ from sdfastgn.patches.swap.tested_sources import tested
 class FusedBasicTransformerBlock(BasicTransformerBlock):
     """``BasicTransformerBlock`` with sdfastgn's LayerNorm. hidden_states and the result: (N, tokens, dim).
 
-    Upstream's forward runs for calls with GLIGEN or the deprecated ``scale``, for feed-forward in chunks, for
+    diffusers' forward runs for calls with GLIGEN or the deprecated ``scale``, for feed-forward in chunks, for
     hidden states that are images, for adaptive norms and for positional embeddings. It also runs under a
     compiler, and where sdfastgn's kernels do not run.
     """
@@ -109,7 +109,7 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
         *,
         may_be_fp8: bool,
     ) -> Tensor:
-        """Computes ``attn1(norm1(x))``."""
+        """Computes ``attn1(norm1(x))``, with diffusers' arguments ``context`` and ``mask``."""
         attn1, norm1 = layer_of(self, "attn1"), layer_of(self, "norm1")
         found = _in_e4m3(attn1, norm1, x, None, context) if may_be_fp8 else None
         if found is not None:
@@ -127,7 +127,7 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
         *,
         may_be_fp8: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Computes (``attn2(norm2(h + x))``, h + x)."""
+        """Computes (``attn2(norm2(h + x))``, h + x), with diffusers' arguments ``context`` and ``mask``."""
         attn2, norm2 = layer_of(self, "attn2"), layer_of(self, "norm2")
         found = _in_e4m3(attn2, norm2, h, x, context) if may_be_fp8 else None
         if found is not None:
@@ -138,7 +138,8 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
     def _vector(self, context: Tensor | None, mask: Tensor | None) -> Tensor | None:
         """The vector (N, dim) that ``attn2`` adds to each token of a sample if the context is a single token.
 
-        None if the context has several tokens, or if ``attn2`` must be called for another reason.
+        None if the context has several tokens, or if ``attn2`` must be called, for instance because of a
+        hook.
         """
         if mask is not None or not is_one_token(context) or not isinstance(self.attn2, FusedAttention):
             return None
@@ -151,7 +152,7 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
             or hidden_states.dim() != 3
             or self._chunk_size is not None
             or "gligen" in options
-            or "scale" in options  # ``scale`` is deprecated, and upstream's forward warns of it
+            or "scale" in options  # diffusers' forward warns of ``scale``, a deprecated option
             or not _has_layer_norms(self)
         )
 
@@ -159,7 +160,7 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
 def _in_e4m3(
     attn: Any, layer: Any, x: Tensor, residual: Tensor | None, context: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Computes (attn(layer(total)), total), where total is x + residual, and ``layer`` is a LayerNorm.
+    """Computes (attn(layer(total)), total), where total is x + residual and ``layer`` a LayerNorm.
 
     This function is for an ``attn`` whose projections are one matrix product in E4M3 (fp8). The kernel of the
     LayerNorm then writes its result in E4M3. Returns None if ``attn`` has no such product, or if ``attn``
@@ -179,8 +180,8 @@ def products_in(model: nn.Module) -> Iterator[tuple[nn.Module, list[Tensor]]]:
     """Yields (module, weights) for each matrix product in transformer blocks that can run in E4M3 (fp8).
 
     One product may compute several linear layers with the same input: then ``module`` contains these layers,
-    and there is a weight for each of them. Otherwise ``module`` is the linear layer. ``model`` may be
-    optimized or not. A layer with a LoRA adapter counts as the layer without the adapter.
+    and there is a weight for each of them. Otherwise ``module`` is the linear layer. ``model`` may be fused
+    already or not. A layer with a LoRA adapter counts as the layer without the adapter.
     """
     for block in model.modules():
         if stock_class(block) is not BasicTransformerBlock or not _has_layer_norms(block):
@@ -199,7 +200,7 @@ def products_in(model: nn.Module) -> Iterator[tuple[nn.Module, list[Tensor]]]:
 
 
 def _register_for_hooks() -> None:
-    """Registers the fused class with diffusers, for the hooks of SkipLayerGuidance and AutoGuidance.
+    """Registers the fused transformer block with diffusers, for hooks of SkipLayerGuidance and AutoGuidance.
 
     These hooks skip transformer blocks, which they look up by exact class.
     """
@@ -207,7 +208,7 @@ def _register_for_hooks() -> None:
         from diffusers.hooks._helpers import TransformerBlockRegistry
 
         stock = TransformerBlockRegistry.get(BasicTransformerBlock)
-    except (ImportError, ValueError):  # diffusers before 0.35 has no hooks that skip blocks
+    except (ImportError, ValueError):  # diffusers before 0.35 lacks hooks that skip blocks
         return
     TransformerBlockRegistry.register(FusedBasicTransformerBlock, replace(stock))
 
@@ -218,7 +219,7 @@ def _has_layer_norms(block: Any) -> bool:
 
 
 def _normed(call: Any, reader: Any, *operands: Any) -> Any:
-    """Runs ``call``, which computes a norm, or a sum and the norm of the sum.
+    """Runs ``call`` on ``operands``: it computes a norm, or a sum and the norm of the sum.
 
     Under autocast, ``reader`` is the attention or feed-forward network that reads the result. If all layers
     that read the result cast it to half precision anyway, the norm's kernel writes half precision. Without
@@ -228,7 +229,7 @@ def _normed(call: Any, reader: Any, *operands: Any) -> Any:
 
 
 def _readers_of(module: Any) -> Sequence[Any] | None:
-    """The layers in ``module``, an attention or a feed-forward network, that read its input.
+    """The layers in ``module``, an attention or a feed-forward network, that read the input of ``module``.
 
     None if other code in ``module`` may read the input.
     """
@@ -254,8 +255,8 @@ FUSION = ClassSwap(
         tested(BasicTransformerBlock, "__init__", "forward"),
         tested(FeedForward, "__init__", "forward"),
     ),
-    # Blocks with adaptive norms or positional embeddings are not fused: the kernel would not compute what
-    # such a block does.
+    # Blocks with adaptive norms or positional embeddings are not fused: the fused forward has no code for
+    # these.
     covers=_has_layer_norms,
 )
 _register_for_hooks()

@@ -5,7 +5,7 @@ a ResNet block. The block begins with a norm, which needs mean and variance of t
 kernel concatenates and computes them. ``torch.cat`` of channels-last tensors alone takes two to three times
 as long as this kernel.
 
-Upstream's forward runs with gradients, with checkpointing, with deprecated arguments, under compilers, and
+diffusers' forward runs with gradients, with checkpointing, with deprecated arguments, under compilers, and
 with FreeU, which changes both tensors before the concatenation.
 """
 
@@ -91,7 +91,7 @@ def runs_fused(block: Any, hidden_states: Tensor, skips: Sequence[Tensor]) -> bo
     return (
         dispatch.is_plain_inference(hidden_states, tuple(skips))
         and not (block.gradient_checkpointing and torch.is_grad_enabled())
-        # FreeU sets all four of these attributes.
+        # If all of these four attributes are set, FreeU is on, and diffusers' forward must run.
         and not all(getattr(block, name, None) for name in ("s1", "s2", "b1", "b2"))
     )
 

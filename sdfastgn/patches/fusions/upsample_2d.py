@@ -2,7 +2,7 @@
 
 Only the usual module of a UNet or decoder is fused: it doubles the size, has no norm, and its convolution is
 not transposed. PyTorch's own channels-last upsampling is slow, because it copies element by element. For
-large tensors PyTorch's kernel fails, so upstream makes large tensors channels-first.
+large tensors PyTorch's kernel fails, so diffusers makes large tensors channels-first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FusedUpsample2D(Upsample2D):
     """``Upsample2D``. hidden_states (N, C, H, W) -> (N, C_out, 2H, 2W), channels-last.
 
     Only calls with a channels-last image on a GPU are fused. Other calls, and all calls under a compiler, run
-    upstream's forward.
+    diffusers' forward.
     """
 
     def forward(self, hidden_states: Tensor, output_size: Any = None, *args: Any, **kwargs: Any) -> Tensor:
@@ -40,7 +40,7 @@ class FusedUpsample2D(Upsample2D):
 
 
 def _conv_of(module: Any) -> Any:
-    """Returns the convolution after the upsampling, or None. Upstream calls it ``conv`` or ``Conv2d_0``."""
+    """Returns the convolution after the upsampling; None if the module has none."""
     return (module.conv if module.name == "conv" else module.Conv2d_0) if module.use_conv else None
 
 
@@ -49,7 +49,7 @@ def _runs_fused(module: Any, x: Tensor, output_size: Any) -> bool:
         not torch.compiler.is_compiling()
         and _is_nearest(module)
         and x.dim() == 4
-        # For another number of channels, upstream's forward must run, because it raises the right error.
+        # For another number of channels, diffusers' forward must run, because it raises the right error.
         and x.shape[1] == module.channels
         and (output_size is None or tuple(output_size) == (2 * x.shape[2], 2 * x.shape[3]))
         and dispatch.has_kernels(x)
@@ -62,7 +62,7 @@ def _is_nearest(module: Any) -> bool:
 
 
 # An ``Upsample2D`` with a norm, with a transposed convolution or without interpolation is not fused: it
-# computes something else.
+# computes something else than an upsampling and a convolution.
 FUSION = ClassSwap(
     "upsample_2d",
     Upsample2D,

@@ -148,9 +148,9 @@ class FusedCrossAttnUpBlockMotion(CrossAttnUpBlockMotion):
 
 
 def _upsample_by_name(block: Any, hidden_states: Tensor, size: Any) -> Tensor:
-    """Runs the upsamplers of ``block`` with keyword arguments.
+    """Runs the upsamplers of ``block`` with keyword arguments, which AnimateDiff's split inference needs.
 
-    AnimateDiff's split inference wraps layers in a module that splits only arguments given by keyword.
+    It wraps layers in a module that splits only arguments given by keyword.
     """
     for upsampler in block.upsamplers or ():
         hidden_states = upsampler(hidden_states=hidden_states, output_size=size)

@@ -3,7 +3,8 @@
 A *wrapper* is peft's LoRA layer around a layer of the model. A *merged weight* is a copy of the layer's
 weight to which the adapters were added. CUDA graphs and plans (traced lists of kernels) read merged weights
 without running the wrappers' Python. So an ``AdapterSurvey`` compares everything from which the merged
-weights are computed, for all wrappers at once, and computes those that are outdated.
+weights are computed with what it was before, for all wrappers at once. Merged weights that are outdated are
+computed again.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from sdfastgn.patches.lora.sources import (
 )
 from sdfastgn.patches.lora.wrappers import PEFT
 
-# ``_objects_now`` returns a list of lists. At these indices are the addresses of the tensors from which
-# merged weights are computed, and the addresses of the merged weights.
+# ``_objects_now`` returns a list of lists. The list at the first of these indices has the addresses of the
+# tensors from which merged weights are computed, the list at the second has those of the merged weights.
 _ADDRESSES, _MERGED = 3, 4
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -50,15 +51,15 @@ class AdapterSurvey:
       change: active adapters and scales.
     - ``has_same_tensors`` compares the tensors and layers while the GPU runs the graph.
     - ``has_same_contents`` says whether the tensors have the same contents. PyTorch does not count all
-      writes, so the GPU compares the contents beside the graph.
+      writes, so the GPU compares the contents while it runs the graph.
 
-    The constructor also gives merged weights to layers that have none yet (``adopt`` in ``merging.py``).
-    With ``merges=False`` no layer counts as merged: LoRA layers run peft's code.
+    The constructor also gives merged weights to layers that have none yet (``adopt`` in ``merging.py``). With
+    ``merges=False`` no layer counts as merged: LoRA layers run peft's code.
 
     Attributes:
         layers: peft's LoRA layers in ``root`` that run with merged weights.
-        takes_scale: True if all layers with adapters in ``root`` are merged. Then a scale that is an argument
-            of the model's call can become part of the merged weights.
+        takes_scale: True if all layers with adapters in ``root`` are merged. Then a scale for all adapters
+            that is an argument of the model's call can become part of the merged weights.
         reason: why the last ``refresh`` returned False.
     """
 
@@ -82,7 +83,7 @@ class AdapterSurvey:
         self._sums: LowRankSums | None = None
         self._places: list[int] = []
         self._contents: Contents | None = None
-        self._compared: list[Tensor] = []  # the tensors whose contents ``_contents`` compares
+        self._compared: list[Tensor] = []  # tensors that ``_contents`` compares
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -91,40 +92,46 @@ class AdapterSurvey:
 
     @property
     def stand_ins(self) -> dict[nn.Module, nn.Module]:
-        """A dict from each plain layer with merged weights to the model's own layer that it replaces."""
+        """A dict from each plain layer with merged weights to the model's own layer that it replaces.
+
+        The own layer is inside peft's LoRA layer.
+        """
         bases = (layer._modules["base_layer"] for layer in self.layers)
         return {record.layer: base for record, base in zip(self._records, bases, strict=True)}  # type: ignore[misc]
 
     def add_reader(self, reader: Any) -> None:
-        """From now on, ``reader.release`` is called when a merged weight is freed. Keeps no reference."""
+        """Let ``reader.release`` be called when a merged weight is freed. A reader is, say, a CUDA graph.
+
+        Only a weak reference to ``reader`` is kept.
+        """
         for record in self._records:
             record.readers.add(reader)
 
     def refresh(self, factor: float = 1.0, compares_later: bool = False) -> bool:
-        """Bring all merged weights up to date, in the current stream.
+        """Compute all outdated merged weights in the current stream. Returns True if all are up to date.
 
-        Returns False if the adapters of a layer cannot be merged any more, if the plain layer with the merged
-        weights has another shape, dtype or setting than is needed now, or if another thread changes the
-        adapters meanwhile.
+        Returns False instead if the adapters of a layer cannot be merged any more, if the plain layer with
+        the merged weights has another shape, dtype or setting than is needed now, or if another thread
+        changes the adapters meanwhile.
 
         Args:
             factor: number by which all scales are multiplied.
             compares_later: True if the caller calls ``has_same_tensors`` before it uses a result that was
-                computed with the merged weights. Then tensors are not compared here if only active adapters
-                or scales have changed.
+                computed with the merged weights. Then this method compares only the tensors' addresses, if
+                nothing but active adapters or scales has changed.
         """
         try:
             return not self.layers or self._refresh(factor, compares_later)
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, LookupError, RuntimeError) as error:
-            # Another thread is adding or deleting an adapter, so peft's dicts change or do not fit together.
+            # If another thread is adding or deleting an adapter, peft's dicts change or do not fit together.
             self._factor = None
             self.reason = f"its adapters were changed during a call: {one_line(error)}"
             return False
 
     def has_same_settings(self, factor: float) -> bool:
-        """True if the adapters that are active, their scales and ``factor`` are as in the last refresh.
+        """True if the active adapters, their scales and ``factor`` are the same as in the last ``refresh``.
 
         This method also records that the current stream is about to read the merged weights, so that the next
         write of merged weights waits for this stream. A later ``has_same_contents`` sees everything that the
@@ -139,13 +146,14 @@ class AdapterSurvey:
         return self._has_same_settings(factor)
 
     def is_current(self, factor: float) -> bool:
-        """True if settings and tensors are as in the last refresh, and no merged weight was written since.
+        """True if settings, tensors and merged weights are the same as after the last ``refresh``.
 
-        The contents of tensors are not compared.
+        Settings are the active adapters and their scales. The contents of tensors are not compared, but a
+        write into a merged weight is noticed.
         """
         try:
             return not self.layers or (self._has_same_settings(factor) and self._has_same_objects())
-        except (AttributeError, LookupError, RuntimeError):  # another thread is changing peft's dicts
+        except (AttributeError, LookupError, RuntimeError):  # another thread changes peft's dicts
             return False
 
     def is_written(self, factor: float) -> bool:
@@ -156,7 +164,7 @@ class AdapterSurvey:
         """
         try:
             return all(map(partial(_is_written, factor=factor), self.layers, self._records))
-        except (AttributeError, LookupError, RuntimeError):  # another thread is changing peft's dicts
+        except (AttributeError, LookupError, RuntimeError):  # another thread changes peft's dicts
             return False
 
     def wait(self) -> None:
@@ -167,30 +175,30 @@ class AdapterSurvey:
     def _has_same_settings(self, factor: float) -> bool:
         try:
             return factor == self._factor and self._settings_now() == self._settings
-        except (AttributeError, LookupError, RuntimeError):  # another thread is changing peft's dicts
+        except (AttributeError, LookupError, RuntimeError):  # another thread changes peft's dicts
             return False
 
     def has_same_tensors(self) -> bool:
-        """True if all weights, and all layers of the adapters, are as in the last refresh.
+        """True if all weights, and all layers of the adapters, are the same as in the last ``refresh``.
 
-        If they are, the GPU begins to compare the contents of the weights. Call ``has_same_contents``
-        afterwards.
+        If they are, the GPU begins to compare the contents of the weights: ``has_same_contents`` returns the
+        result.
         """
         if not self.layers:
             return True
         try:
             is_same = self._has_same_objects()
-        except (AttributeError, LookupError, RuntimeError):  # another thread is changing peft's dicts
+        except (AttributeError, LookupError, RuntimeError):  # another thread changes peft's dicts
             return False
         if is_same and self._contents is not None:
             self._contents.look(self._compared)
         return is_same
 
     def has_same_contents(self) -> bool:
-        """True if the contents of all tensors are as in the last refresh.
+        """True if the tensors behind the merged weights have the same contents as in the last ``refresh``.
 
-        If they are not, all merged weights are marked as outdated. This method waits for the work that the
-        GPU got before the last ``has_same_settings``, but not for later work.
+        If not, all merged weights are marked as outdated. This method waits for the work that the GPU got
+        before the last ``has_same_settings``, but not for later work.
         """
         if self._contents is None or self._contents.looked_same():
             return True
@@ -210,9 +218,9 @@ class AdapterSurvey:
         )
 
     def _has_same_values(self) -> bool:
-        """True if all tensors and layers are the same as in the last refresh, with the same contents.
+        """True if the layers and tensors behind the merged weights are as in the last ``refresh``.
 
-        This method waits for the GPU.
+        The contents of the tensors are compared too. This method waits for the GPU.
         """
         return (
             self._has_same_objects()
@@ -221,9 +229,12 @@ class AdapterSurvey:
         )
 
     def _note(self) -> None:
-        """If a tensor has new contents, mark all merged weights as outdated, and record the new contents."""
-        # Only tensors on the devices of the merged weights are compared. Adapters that are not active may be
-        # in main memory, where diffusers' ``set_lora_device`` puts them.
+        """If a tensor behind merged weights has new contents, mark all merged weights as outdated.
+
+        Merged weights are computed from such tensors. Their new contents are recorded.
+        """
+        # Only tensors on the devices of the merged weights are compared. Inactive adapters may be in main
+        # memory, where diffusers' ``set_lora_device`` puts them.
         self._compared = [tensor for tensor in self._tensors if tensor.device in self._devices]
         has_contents = self._contents is not None and self._contents.are_of(self._compared)
         if has_contents and self._contents.are_same(self._compared):  # type: ignore[union-attr]
@@ -237,7 +248,10 @@ class AdapterSurvey:
             self._contents = Contents(self._compared, [id(tensor) not in own for tensor in self._compared])
 
     def _is_in_place(self) -> bool:
-        """True if merged weights, and all tensors that they are computed from, are in the same memory."""
+        """True if merged weights, and the tensors behind them, are where they were in the last ``refresh``.
+
+        A change of the tensors' contents is not noticed.
+        """
         return (
             self._factor is not None
             and not any(map(is_expired, self._storage_ids))
@@ -271,9 +285,9 @@ class AdapterSurvey:
         return True
 
     def _differ_in_adapters(self, settings: list[Any]) -> bool:
-        """True if only active adapters and scales differ from the last settings.
+        """True if only active adapters and scales in ``settings`` have changed since the last ``refresh``.
 
-        False if adapters are fused, or if a scale is no number.
+        False also if adapters are fused into weights, or if a scale is no number.
         """
         (touched, _, fused, _, kinds, scales), old = settings, self._settings
         is_same = (touched, fused, kinds) == (old[0], old[2], old[4])
@@ -305,7 +319,8 @@ class AdapterSurvey:
             scales = tuple([float(now[name]) * factor for name in its_names])
             key = (*layer.key, scales)
             if record.has_key(key):
-                # A call without a CUDA graph may have written these merged weights in another stream.
+                # Another stream may still be writing this layer's merged weight, for a call without a CUDA
+                # graph.
                 record.wait()
                 continue
             outdated.append((record, key, layer.kept))
@@ -327,7 +342,10 @@ class AdapterSurvey:
         return len(outdated) if is_written else None
 
     def _find(self) -> bool:
-        """Find the tensors and scales for all merged weights. False if a layer cannot be merged any more."""
+        """Find the tensors and scales for all merged weights.
+
+        Returns False if a layer cannot be merged any more.
+        """
         for layer in self.layers:
             unfuse(layer)
         self._look()
@@ -342,10 +360,10 @@ class AdapterSurvey:
         return self._prepare()
 
     def _prepare(self) -> bool:
-        """Prepare the adapters of all layers, so that they can be combined with any scales later.
+        """Prepare the adapters of all layers, so that they can be added to the weights with any scales later.
 
-        Returns False if the plain layer with the merged weights of a layer was replaced, or if its memory or
-        settings do not fit any more.
+        Returns False if the plain layer that runs with a layer's merged weights was replaced, or if its
+        memory or settings do not fit any more.
         """
         storages = dict(zip(map(id, self._tensors), self._storages, strict=True))
         for layer, own, record, source, prepared in zip(
@@ -358,7 +376,7 @@ class AdapterSurvey:
         return True
 
     def _look(self) -> None:
-        """Collect the dicts and tensors that are compared, and store their present values."""
+        """Collect the layers, dicts and tensors that later calls compare, and store their state."""
         owns = list(map(vars, self.layers))
         bases = [own["_modules"]["base_layer"] for own in owns]
         parts = [own["_modules"][side]._modules for own in owns for side in ("lora_A", "lora_B")]
@@ -375,7 +393,7 @@ class AdapterSurvey:
         # one takes a microsecond.
         known = dict(zip(map(id, self._tensors), self._storages, strict=True))
         tensors = [t for part in self._parameters for t in part.values() if t is not None]
-        # This list keeps the layers' children alive, so that no other object gets their ids.
+        # ``_kept`` keeps the layers' children alive, so that no other object gets their ids.
         self._kept = [child for children in self._children for child in children.values()]
         storages = [_storage_of(tensor, known.get(id(tensor))) for tensor in tensors]
         self._tensors, self._storages = tensors, storages
@@ -383,11 +401,11 @@ class AdapterSurvey:
         self._settings, self._objects = self._settings_now(), self._objects_now()
 
     def _touches(self) -> int:
-        """A number that grows whenever the merged weights must be checked again."""
+        """A number that grows with each event after which merged weights must be checked again."""
         return sum(map(_touches_of, self._records))
 
-    # The next two methods run at each call. To be quick, they make lists with ``map``, and the callers
-    # compare these with ``==``: both loops run in C.
+    # ``_settings_now`` and ``_objects_now`` run at each call. To be quick, they make lists with ``map``, and
+    # their callers compare the lists with ``==``: both loops run in C.
 
     def _settings_now(self) -> list[Any]:
         """Returns all settings that ``set_adapters``, ``fuse_lora`` and similar functions change.
@@ -400,7 +418,7 @@ class AdapterSurvey:
             self._touches(),
             list(map(_disabled_of, owns)),
             list(map(len, map(_fused_of, owns))),
-            list(map(tuple, map(_active_of, owns))),  # as copies, because lists may change in place
+            list(map(tuple, map(_active_of, owns))),  # copies: a list may change in place
             list(map(type, scales)),
             list(chain.from_iterable(map(dict.values, scales))),
         ]
@@ -434,7 +452,8 @@ def _is_written(layer: nn.Module, record: Record, *, factor: float) -> bool:
 def _storage_of(tensor: Tensor, known: StorageWeakRef | None) -> StorageWeakRef:
     """Returns a weak reference to the storage of ``tensor``.
 
-    This is ``known`` if that reference is to the same storage, and else a new one.
+    If ``known`` is a reference to this storage, ``known`` itself is returned, because making a new reference
+    takes a microsecond.
     """
     is_right = known is not None and refers_to(known, tensor)
     return known if is_right else StorageWeakRef(tensor.untyped_storage())  # type: ignore[return-value]

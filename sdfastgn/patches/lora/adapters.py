@@ -1,12 +1,12 @@
 """Finds layers with an adapter, such as a LoRA, and says why some of them run peft's code.
 
-A *wrapper* is here any layer of peft that has a layer of the model as its child. LoRA layers
-(``wrappers.py``) run with merged weights where that is possible. Any other wrapper is called as in unchanged
-diffusers: the wrapper runs the layer and the adapter's small layers, and adds the results.
+A *wrapper* is any layer of peft that has a layer of the model as its child. LoRA layers (``wrappers.py``) run
+with merged weights where that is possible. Any other wrapper is called as in unchanged diffusers: the wrapper
+runs the layer and the adapter's small layers, and adds the results.
 
 peft is not imported here: a wrapper is recognized by the names of its children. Other code may use these
-names for modules without an adapter. So the report and ``strict=True`` name a wrapper only if its class is
-also based on a class of peft.
+names for modules without an adapter. So the report, and the error that ``strict=True`` raises, name a wrapper
+only if its class is also based on a class of peft.
 """
 
 from __future__ import annotations
@@ -59,20 +59,21 @@ def unmerged_layers(
     """
     for path, module in root.named_modules(prefix=prefix):
         # ``optimize(merge_adapters=False)`` forbids merging for the model and for the layers that it has at
-        # this time. A LoRA layer that was added later is not marked, so both the model and the layer are
-        # asked.
+        # this time. A LoRA layer that was added later has no such mark of its own. So the marks of model and
+        # layer are read.
         is_merging = is_allowed(root) and is_allowed(module) if merges is None else merges
         reason = adapter_reason(module, is_merging)
         if reason is None and with_waiting and waits(module):
-            # The adapter may be new. Or ``.to()`` has freed the merged weights: then the layer has kept the
-            # class that sdfastgn gave it, and the next call merges again.
+            # The layer has no merged weights, but can get some. Its adapter may be new. Or ``.to()`` has
+            # freed the merged weights: then the layer has kept the class that sdfastgn gave it, and the next
+            # call merges again.
             reason = f"its adapter (LoRA) is not merged yet: {_when_merged(root, module)}"
         if reason is not None:
             yield path, module, reason
 
 
 def is_adapted(layer: nn.Module) -> bool:
-    """True if ``layer`` is peft's wrapper of a layer with an adapter."""
+    """True if ``layer`` is a layer of peft with an adapter, around a layer of the model."""
     return _has_layer_inside(layer) and _is_of_peft(layer)
 
 
@@ -82,7 +83,7 @@ def has_adapters(root: nn.Module) -> bool:
 
 
 def reason_not_merged(root: nn.Module) -> str | None:
-    """Why a layer of ``root`` with an adapter of peft must run peft's code; None if all can run merged."""
+    """Why a layer of ``root`` with an adapter must run peft's code; None if all run with merged weights."""
     for layer in filter(is_adapted, root.modules()):
         is_on = is_allowed(root) and is_allowed(layer)
         why = why_not(layer) if is_on else "merge_adapters is False"
@@ -106,7 +107,7 @@ def adapter_reason(layer: Any, merges: bool = True) -> str | None:
     None if ``layer`` has no adapter, or an adapter that can be merged. If the user can do something about the
     reason, the text says what. ``merges``: False if the model must not get merged weights.
     """
-    if isinstance(getattr(layer, "lora_layer", None), nn.Module):  # a LoRA of old diffusers, without peft
+    if isinstance(getattr(layer, "lora_layer", None), nn.Module):  # an old diffusers' LoRA, without peft
         return f"it has an adapter (LoRA): {_ALONE}"
     if not (isinstance(layer, nn.Module) and is_adapted(layer)):
         return None

@@ -26,12 +26,13 @@ from sdfastgn.kernels.checksum.op import Checksums
 # UNet one comparison then reads about 100 MB, which takes less than a thousandth of the time of a step. An
 # image has about 30 steps, so one image compares nearly all weights.
 WINDOWS = 32
-# A new call of a model is assumed to have begun if one layer of the model runs more often than this.
+# A new call of a model is assumed to have begun if one layer of the model has run more often than this since
+# the last call began.
 _MOST_RUNS = 8
 
 
 class Calls:
-    """Tells when a call of a model begins, although only single layers of the model report that they run."""
+    """Tells when a call of a model begins. It only hears when single layers of the model run."""
 
     def __init__(self) -> None:
         self._first = 0
@@ -40,9 +41,8 @@ class Calls:
     def begins(self, part: object) -> bool:
         """True if a call of the model begins with ``part``, a layer or another object that runs now.
 
-        Most calls begin with the same layer, so a new call begins when the first layer of the last call runs
-        again. If that layer does not run, a new call begins when another layer runs more than ``_MOST_RUNS``
-        times.
+        Most calls begin with the same layer. So a new call has begun if the first layer of the last call runs
+        again, or if another layer has run more than ``_MOST_RUNS`` times.
         """
         key = id(part)
         is_first = not self._runs or key == self._first or self._runs[key] == _MOST_RUNS
@@ -54,15 +54,17 @@ class Calls:
 
 
 class Contents:
-    """Checksums of the contents of tensors, with which later contents are compared.
+    """Checksums of the contents of tensors, to find out later whether other code has changed the contents.
 
-    ``note`` computes the checksums; the constructor calls it. Call ``note`` before copies are computed from
-    the tensors, and compute all copies again after each ``note``. Then no copy is older than the checksums.
-    No reference to the tensors is kept: each method gets the same tensors again.
+    ``note`` computes the checksums; the constructor calls it. The caller computes copies from the tensors,
+    such as merged weights. It must call ``note`` before that, and compute all copies again after each
+    ``note``. Then no copy is older than the checksums. No reference to the tensors is kept: each method gets
+    the same tensors again.
 
     Args:
         tensors: the tensors, on any devices.
-        whole: for each tensor, True if each comparison reads it wholly.
+        whole: for each tensor, True if each comparison reads all of it. Of other tensors each comparison
+            reads one of ``WINDOWS`` parts.
     """
 
     def __init__(self, tensors: Sequence[Tensor], whole: Sequence[bool]) -> None:
@@ -71,8 +73,8 @@ class Contents:
         by_device: dict[torch.device, list[int]] = {}
         for at, tensor in enumerate(tensors):
             by_device.setdefault(tensor.device, []).append(at)
-        # Inference mode is off here. A tensor that is made in inference mode cannot be written to in later
-        # calls outside of this mode.
+        # The tensors for the checksums are made outside of inference mode. Otherwise later calls outside of
+        # this mode could not write into them.
         with torch.inference_mode(False), torch.no_grad():
             self._parts = [
                 (
@@ -91,13 +93,16 @@ class Contents:
         return _places(tensors) == self._places
 
     def note(self, tensors: Sequence[Tensor]) -> None:
-        """Record the checksums of the present contents, to compare later contents. Waits for the GPU."""
+        """Compute and keep the checksums of the present contents of ``tensors``. Waits for the GPU."""
         with torch.inference_mode(False), torch.no_grad():
             for part, own in self._with_tensors(tensors):
                 part.note(own)
 
     def are_same(self, tensors: Sequence[Tensor]) -> bool:
-        """True if the contents are as they were recorded. Waits for all work in the current stream so far."""
+        """True if the contents of ``tensors`` are as the last ``note`` recorded them.
+
+        Waits for all work in the current stream so far.
+        """
         if not self.are_of(tensors):
             return False
         self.begin()
@@ -105,21 +110,25 @@ class Contents:
         return self.looked_same()
 
     def begin(self) -> None:
-        """Mark this point in the current stream: the next ``look`` sees all writes before it."""
+        """Mark this point in the current stream: the next ``look`` compares what was written before it."""
         for part, _ in self._parts:
             part.begin()
 
     def look(self, tensors: Sequence[Tensor]) -> None:
-        """Start a comparison in a separate stream, beside the work that was started after ``begin``."""
+        """Start a comparison of ``tensors`` with the checksums, in a stream of its own.
+
+        It runs beside the work that was started in the current stream after ``begin``.
+        """
         self._window += 1
         with torch.inference_mode(False), torch.no_grad():
             for part, own in self._with_tensors(tensors):
                 part.look(own, self._window)
 
     def _with_tensors(self, tensors: Sequence[Tensor]) -> Iterator[tuple[_Part, Sequence[Tensor]]]:
-        """Yields the object for each device, with the tensors on this device."""
+        """Yields (the ``_Part`` with the checksums, the tensors) of each device."""
         for part, places in self._parts:
-            # Copying a list of two thousand tensors takes as long as all else that a comparison does.
+            # With one device the list is not copied: copying two thousand tensors takes as long as the
+            # comparison.
             yield part, tensors if len(self._parts) == 1 else [tensors[at] for at in places]
 
     def looked_same(self) -> bool:
@@ -131,7 +140,7 @@ class Contents:
 
 
 class _Part:
-    """The checksums of tensors on one device.
+    """The checksums of the contents of the tensors on one device.
 
     ``periods``: for each tensor, the number of comparisons that together read the whole tensor.
     """
@@ -141,8 +150,8 @@ class _Part:
         is_gpu = device.type == "cuda"
         self._device = device
         self._sums = Checksums(tensors, periods)
-        # Work in a stream of high priority gets the next free multiprocessors. So a comparison does not wait
-        # for the end of a CUDA graph.
+        # The checksums are computed in a stream of high priority, which gets the next free multiprocessors.
+        # So a comparison does not wait for the end of a CUDA graph.
         self._stream = torch.cuda.Stream(device, priority=-1) if is_gpu else None
         self._start, self._end = (torch.cuda.Event() if is_gpu else None for _ in range(2))
         self._found = torch.empty(len(tensors), dtype=torch.int64, device="cpu", pin_memory=is_gpu)

@@ -1,8 +1,8 @@
 """Allocates, writes and frees merged weights: copies of layers' weights to which LoRA adapters were added.
 
-A *wrapper* is peft's LoRA layer around a layer of the model. A *stand-in* is the plain layer with the merged
-weight, which runs in place of the wrapper. A *record* holds the stand-in of one wrapper, and what its merged
-weight was computed from.
+A *wrapper* is peft's LoRA layer around a layer of the model. A *stand-in* is a plain ``nn.Linear`` or
+``nn.Conv2d`` with the merged weight, which runs in place of the wrapper. A *record* holds the stand-in of one
+wrapper, and what its merged weight was computed from.
 
 Merged weights are written in the current stream. Before a write, this stream waits for each other stream that
 has read merged weights since the last write. Before a read, the reading stream waits for the last write.
@@ -26,16 +26,17 @@ from sdfastgn.kernels.low_rank.op import Factors, LowRankSums, Sum, add_low_rank
 from sdfastgn.patches.lora.sources import OF_CONV, Source
 from sdfastgn.patches.swap.fusion import parameters_of
 
-# The number of sizes (channels, kernel size) that the constructor of a layer's class takes.
+# For ``nn.Linear`` and ``nn.Conv2d``, the number of sizes (channels, kernel size) that the constructor takes.
 _SIZES = {nn.Linear: 2, nn.Conv2d: 3}
-# The dicts of hooks that the plain layer with a merged weight shares with the model's own layer.
+# The names of the dicts of hooks that the plain layer with a merged weight shares with the model's own layer.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
-# A dict from peft's LoRA layer to the record of its merged weight. Records are not kept in the ``__dict__``
-# of the LoRA layer, so that they are neither copied nor pickled with it.
+# A dict from peft's LoRA layer to the record of its merged weight (``Record``). Records are not kept in the
+# ``__dict__`` of the LoRA layer, so that they are neither copied nor pickled with it.
 records: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
-# A dict from peft's LoRA layer to its record, for layers that were moved, which frees the merged weight.
-# Plans (traced lists of kernels) refer to the plain layer in the record. So the record is used again later.
+# A dict from peft's LoRA layer to its ``Record``, for layers that were moved, which frees the merged weight.
+# Plans (traced lists of kernels) refer to the plain layer in the record. So the record is used again when the
+# layer gets a merged weight again.
 _moved: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
 # A dict from ids to tensors, for all merged weights and biases that exist.
 _merged: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -63,7 +64,8 @@ class Record:
             layer again: the merged weights were written or freed, or other code may have changed a tensor
             from which they are computed.
         written: (handle of the stream that wrote the weights last, event after this write).
-        readers: objects that keep the weights' memory alive until their method ``release`` is called.
+        readers: objects, such as CUDA graphs, that keep the weights' memory alive until their method
+            ``release`` is called.
     """
 
     def __init__(self, source: Source) -> None:
@@ -78,7 +80,7 @@ class Record:
         self.written: tuple[int, torch.cuda.Event | None] = (0, None)
 
     def fits(self, source: Source) -> bool:
-        """True if the plain layer of this record can hold the merged weights of ``source``.
+        """True if this record's plain layer can hold the merged weight and bias computed from ``source``.
 
         The plain layer must have the settings and forward hooks of ``source.base``, and a weight with the
         dtype, device, shape and strides of ``source.weight``.
@@ -97,12 +99,12 @@ class Record:
         )
 
     def allocate(self, source: Source) -> bool:
-        """Give the plain layer new memory for the merged weights of ``source``.
+        """Give this record's plain layer new memory for the merged weight and bias computed from ``source``.
 
         Returns False if the layer cannot hold them, for instance because it has no bias but needs one.
         """
         own, fresh = list(self.layer.parameters()), list(_stand_in(source).parameters())
-        if len(own) != len(fresh):  # one of the two layers has a bias and the other has none
+        if len(own) != len(fresh):  # one has a bias and the other has none
             return False
         for parameter, new in zip(own, fresh, strict=True):
             parameter.data = new.data
@@ -110,11 +112,14 @@ class Record:
         return self.fits(source)
 
     def is_of(self, source: Source) -> bool:
-        """True if the merged weight was computed from ``source``, and PyTorch has counted no write since."""
+        """True if the merged weight was computed from the tensors of ``source`` as they are now.
+
+        Only changes that PyTorch counts are noticed.
+        """
         return self.key is not None and self.has_key(source.key(source.tensors))
 
     def sums(self, source: Source) -> Iterator[Sum]:
-        """Yields the sums that ``add_low_rank`` must compute for the merged weight and bias."""
+        """Yields the sums for ``add_low_rank``: weight or bias, plus the scaled products of adapters."""
         pairs = tuple(Factors(a, b, scale) for a, b, _, scale in source.pairs)
         yield Sum(self.layer.weight, source.weight, pairs)
         if self.layer.bias is not None:
@@ -136,7 +141,7 @@ class Record:
     def note_prepared(
         self, key: tuple[Any, ...], kept: Any, written: tuple[int, torch.cuda.Event | None]
     ) -> None:
-        """Record that the merged weights were computed from the tensors of ``key``, and are up to date.
+        """Record that the merged weights were just computed from the tensors and scales in ``key``.
 
         Args:
             key: ``Source.key`` of the tensors from which the weights were computed: the layer's own weight
@@ -151,21 +156,21 @@ class Record:
         self.key = key
 
     def touch(self) -> None:
-        """Mark the merged weight as outdated, until ``note`` or ``note_prepared`` is called."""
+        """Mark the merged weight as outdated, until ``note`` or ``note_prepared`` records a new write."""
         self.key = None
         self.touches += 1
 
     def has_key(self, key: tuple[Any, ...]) -> bool:
-        """True if the merged weight was computed from tensors with this key (``Source.key``).
+        """True if the merged weight was computed from the tensors and scales that ``key`` names.
 
         False if the memory of one of these tensors was freed since.
         """
         return self.key == key and not any(map(is_expired, map(expiring, self._storages)))
 
     def wait(self) -> None:
-        """Make the current stream wait until the weights are written, and record that it reads them.
+        """Make the current stream wait until the merged weights are written, and record that it reads them.
 
-        The next write then waits for this stream.
+        The next write of merged weights then waits for this stream.
         """
         read_on(self.device)
         wait_for(self.written, self.device)
@@ -173,8 +178,8 @@ class Record:
     def free(self) -> None:
         """Free the memory of the merged weight and bias.
 
-        The parameters stay, but have no elements. A CUDA graph that reads them compares the addresses of
-        parameters, so it notices the change (``graphs/watch.py``).
+        The parameters stay, but have no elements. Before a CUDA graph that reads them is replayed, the
+        addresses of parameters are compared, so the change is noticed (``graphs/watch.py``).
         """
         self.touch()
         self.tensors = ()
@@ -185,14 +190,14 @@ class Record:
 
 
 def _stand_in(source: Source) -> Any:
-    """Makes a plain layer with the settings and forward hooks of ``source.base``.
+    """Makes a plain layer with the settings and forward hooks of ``source.base``, the model's own layer.
 
-    The layer's weight and bias are new and uninitialized.
+    The new layer's weight and bias are uninitialized.
     """
     base, weight = source.base, source.weight
     layer: Any = type(base)(*((1,) * _SIZES[type(base)]), device="meta")
-    # Only attributes that a new layer has too, its settings, are copied from ``base``. ``base`` may also have
-    # attributes of other code.
+    # Of the attributes of ``base``, only settings are copied: those that a new layer has too. Other code may
+    # have given ``base`` further attributes.
     for name, value in vars(layer).items():
         if not isinstance(value, (dict, set)):
             vars(layer)[name] = vars(base)[name]
@@ -200,7 +205,7 @@ def _stand_in(source: Source) -> Any:
     # shares the dicts of hooks with it, because these hooks may be added and removed later.
     for name in _HOOKS:
         vars(layer)[name] = vars(base)[name]
-    # Inference mode is off, because tensors that are made in it are inference tensors, which count no writes.
+    # Inference mode is off: parameters that are made in it would be inference tensors, which count no writes.
     with torch.inference_mode(False), torch.no_grad():
         place = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
         bias = weight.new_empty(len(weight)) if source.has_bias else None
@@ -218,19 +223,22 @@ def is_merged_weight(tensor: Tensor) -> bool:
 
 
 def bias_or_zeros(bias: Tensor | None, like: Tensor) -> Tensor:
-    """Returns ``bias``, to which the biases of adapters are added, or zeros if the layer has no bias."""
+    """Returns the layer's own ``bias``, or zeros like ``like`` if the layer has none.
+
+    The biases of adapters are added to the result.
+    """
     return torch.zeros_like(like) if bias is None else bias
 
 
 def bias_factors(bias: Tensor, scale: float) -> Factors:
-    """Writes an adapter's bias as a product of matrices, the column ``bias`` times a 1, for the kernel."""
+    """Returns an adapter's bias as a product of matrices for the kernel: the column ``bias`` times a 1."""
     return Factors(bias.new_ones(1, 1), bias.view(-1, 1), scale)
 
 
 def write(found: Iterable[tuple[nn.Module, Source]]) -> list[Record]:
-    """Compute the merged weights of peft's LoRA layers in ``found``, in the current stream.
+    """Compute the merged weights of peft's LoRA layers in ``found``, (layer, source), in the current stream.
 
-    Returns the layers' records.
+    Returns the ``Record`` of each layer: its merged weights, and what they were computed from.
     """
     found = list(found)
     devices = dict.fromkeys(source.weight.device for _, source in found)
@@ -262,10 +270,10 @@ def write_prepared(
     """Compute merged weights from adapters that were prepared before, in the current stream.
 
     Args:
-        those: (record, key, kept) for each LoRA layer. ``key`` and ``kept`` are passed to
+        those: (``Record``, key, kept) for each LoRA layer. ``key`` and ``kept`` are passed to
             ``Record.note_prepared``.
-        sums: computes the merged weights and biases of the records: a layer's weight or bias, plus the
-            scaled products of its adapters' matrices.
+        sums: computes the merged weights and biases of the records: a layer's weight or bias, plus the scaled
+            products of its adapters' matrices.
         scales: the scales of the products, in the order of ``sums``.
         is_valid: returns False if another thread has changed something since the adapters were prepared. No
             thread can change a record between the call of ``is_valid`` and the write.
@@ -338,7 +346,7 @@ def wait_for(written: tuple[int, torch.cuda.Event | None], device: torch.device)
 
 
 def new_record(layer: nn.Module, source: Source) -> Record:
-    """Returns a record for the LoRA layer ``layer``, which has none.
+    """Returns a ``Record`` of merged weights for peft's LoRA layer ``layer``, which has none.
 
     If the layer was moved before, its former record is used again, provided that it fits.
     """
@@ -347,7 +355,7 @@ def new_record(layer: nn.Module, source: Source) -> Record:
 
 
 def is_record_of(layer: nn.Module, record: Record, source: Source) -> bool:
-    """True if ``record`` is the record of ``layer``, and can hold the merged weights of ``source``.
+    """True if ``record`` is the ``Record`` of ``layer``, and can hold merged weights made from ``source``.
 
     If the layer was moved, which frees its merged weights, the record first gets memory again.
     """
@@ -359,7 +367,10 @@ def is_record_of(layer: nn.Module, record: Record, source: Source) -> bool:
 
 
 def move(layer: nn.Module) -> None:
-    """Free the merged weights of the LoRA layer ``layer``, because ``.to()`` or a similar method moves it."""
+    """Free the merged weights of ``layer``, a LoRA layer that ``.to()`` or a similar method moves.
+
+    Its record is kept for the next merged weights.
+    """
     record = records.pop(layer, None)
     if record is not None:
         record.free()
@@ -374,9 +385,9 @@ def forget(layer: nn.Module) -> None:
 
 def may_change(layer: nn.Module) -> None:
     """Mark the merged weights of ``layer`` as outdated, because other code may have changed its weights."""
-    # torch.compile cannot trace the ContextVar below. The forward that torch.compile traces writes into
-    # weights only to subtract fused adapters that were turned off. Turning them off, by ``enable_adapters``,
-    # has called this function already.
+    # torch.compile cannot trace a ContextVar. In a forward that it traces, weights are only written to
+    # subtract fused adapters that were turned off. Turning them off, by ``enable_adapters``, has called this
+    # function already.
     if torch.compiler.is_dynamo_compiling():
         return
     record = None if only_reads.get() else records.get(layer)

@@ -18,10 +18,10 @@ So a CUDA graph that reads this memory stays valid.
   ``AdapterSurvey`` compares all layers of a model at once, in loops that run in C. If the graph has read old
   weights, it runs again.
 
-With gradients nothing is merged (``trained_adapters.py``). A layer runs peft's own code in these cases: under
-a compiler, in a trace, where sdfastgn's kernels do not run, if merging is forbidden (``allow``), if there is
-not enough memory for the merged weight, and if ``source_of`` returns a reason, such as other code's hooks,
-dropout or DoRA.
+With gradients nothing is merged (``trained_adapters.py``). A wrapper runs peft's own code in these cases:
+under a compiler, in a trace, where sdfastgn's kernels do not run, if merging is forbidden (``allow``), if
+there is not enough memory for the merged weight, and if ``source_of`` returns a reason, such as other code's
+hooks, dropout or DoRA.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _siblings: weakref.WeakKeyDictionary[nn.Module, _Siblings] = weakref.WeakKeyDict
 _off: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 # LoRA layers that get no merged weights, because memory was too short. They run peft's code.
 _short: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# A dict from a model to the configurations of its adapters when ``adopt_new`` last looked at the model. The
+# A dict from a model to the configurations of the adapters that it had when ``adopt_new`` last looked. The
 # configurations are kept alive, so that no other configuration gets their ids.
 _adopted: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 # True while a CUDA graph is captured (``frozen``): merged weights may be read, but must not be written.
@@ -94,8 +94,8 @@ class _Siblings:
     Attributes:
         layers: the LoRA layers.
         calls: tells when a new call of the model begins.
-        batches: for merged weights that were computed together: their records, and the contents of the
-            tensors from which they were computed.
+        batches: for merged weights that were computed together: the checksums of the tensors from which they
+            were computed, and each merged weight's ``Record``.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
@@ -104,10 +104,10 @@ class _Siblings:
         self.batches: list[tuple[Contents, list[Record]]] = []
 
     def compare(self) -> None:
-        """Find merged weights whose sources, the tensors that they were computed from, have other contents.
+        """Mark merged weights as outdated whose sources, the tensors behind them, have other contents now.
 
-        Such merged weights are marked as outdated. The same is done with merged weights that a CUDA graph's
-        ``AdapterSurvey`` has written, because the contents of their sources are not known here.
+        Merged weights that an ``AdapterSurvey`` has written for a CUDA graph are marked too, because the
+        contents of their sources are not known here.
         """
         batches, self.batches = self.batches, []
         for contents, written in batches:
@@ -119,8 +119,12 @@ class _Siblings:
                 record.touch()
 
     def write(self, found: list[tuple[nn.Module, Source]]) -> list[Record]:
-        """Compute the merged weights of the LoRA layers in ``found``. Returns their records."""
-        # Of the other layers only scales have changed, so the contents recorded for their tensors stay valid.
+        """Compute the merged weights of the LoRA layers in ``found``, (layer, source).
+
+        Returns a ``Record`` for each layer: the merged weights, and what they were computed from.
+        """
+        # Only layers in ``changed`` have new tensors. The others have new scales, so the contents that were
+        # recorded for their tensors stay valid.
         changed = [pair for pair in found if _has_other_sources(*pair)]
         contents = _contents_of([source for _, source in changed]) if changed else None
         made = write(found)
@@ -133,15 +137,18 @@ class _Siblings:
 
 
 def _has_other_sources(layer: nn.Module, source: Source) -> bool:
-    """True if the merged weight of ``layer`` was not computed from the tensors of ``source``."""
+    """True if the merged weight of ``layer`` was computed from other tensors than those of ``source``.
+
+    True also if there is no merged weight, or if it is outdated.
+    """
     record = records.get(layer)
     return record is None or record.key is None or record.key[:-1] != state_of(source.tensors)
 
 
 def _contents_of(sources: Iterable[Source]) -> Contents:
-    """Records the present contents of all tensors in ``sources``, to compare them later.
+    """Records the present contents of all tensors in ``sources``, to find out later if they have changed.
 
-    Later comparisons read the adapters' matrices wholly, and a part of each of the layers' own weights.
+    A later comparison reads the adapters' matrices wholly, and of each layer's own weight only a part.
     """
     tensors, whole = [], []
     for source in sources:
@@ -152,7 +159,7 @@ def _contents_of(sources: Iterable[Source]) -> Contents:
     return Contents(tensors, whole)
 
 
-# ---- which layers run with merged weights
+# ---- which of peft's LoRA layers run with merged weights
 
 
 def is_merged(layer: Any) -> bool:
@@ -176,7 +183,7 @@ def why_not(layer: Any) -> str | None:
 
 
 def waits(layer: Any) -> bool:
-    """True if ``layer`` is a LoRA layer that has no merged weights yet, but can get them (``adopt``)."""
+    """True if ``layer`` is a LoRA layer without merged weights that ``adopt`` can give some."""
     return layer not in records and is_wrapper(layer) and _source_to_adopt(layer) is not None
 
 
@@ -225,8 +232,8 @@ def allow(root: nn.Module, merges: bool) -> None:
 def plain_layer(layer: Any) -> Any:
     """Returns the layer that fused code runs in place of ``layer``.
 
-    If ``layer`` is peft's LoRA layer and can run merged, this is a plain layer whose merged weights are up to
-    date. Otherwise it is ``layer`` itself.
+    If ``layer`` is peft's LoRA layer and can run with merged weights, this is a plain layer whose merged
+    weights are up to date. Otherwise it is ``layer`` itself.
     """
     if not has_subclass(layer):
         return layer
@@ -235,7 +242,7 @@ def plain_layer(layer: Any) -> Any:
 
 
 def merged_layer(layer: nn.Module) -> Any:
-    """Returns the plain layer that runs in place of peft's LoRA layer ``layer``, or None if peft's code must.
+    """Returns the plain layer that runs in place of peft's LoRA layer ``layer``, or None if peft must run.
 
     The plain layer's merged weights are up to date. If they were outdated, they are computed here. While a
     CUDA graph is captured (``frozen``), RuntimeError is raised instead.
@@ -260,8 +267,7 @@ def merged_layer(layer: nn.Module) -> Any:
     if group is None:
         raise RuntimeError("an adapter changed during the call")
     if _is_capturing(source.weight):
-        # Other code captures this call as a CUDA graph. The graph would compute the merged weights again at
-        # each replay.
+        # Other code is capturing this call as a CUDA graph. Its graph would merge again at each replay.
         return None
     try:
         record = _written(group, layer, factor)
@@ -271,12 +277,12 @@ def merged_layer(layer: nn.Module) -> Any:
         return None
     if record is None:
         return None
-    record.wait()  # so that the next write, perhaps in another stream, waits for the current stream
+    record.wait()  # the next write, perhaps in another stream, then waits for the current stream
     return record.layer
 
 
 def _written(group: _Siblings, layer: nn.Module, factor: float) -> Record | None:
-    """Bring the merged weights of ``layer`` up to date. Returns its record, or None if peft's code must run.
+    """Compute the merged weights of ``layer`` if outdated. Returns its ``Record``; None if peft must run.
 
     Adapters and scales are read while no other thread writes merged weights. So weights with older scales
     never replace weights with newer ones.
@@ -296,12 +302,13 @@ def _is_capturing(weight: Tensor) -> bool:
 
 
 def _group_of(layer: nn.Module, weight: Tensor) -> _Siblings:
-    """Returns all LoRA layers of the model that contains ``layer``.
+    """Returns the object for all LoRA layers of the model that contains ``layer``.
 
-    If a call of the model begins with ``layer``, the contents of the layers' weights are compared first.
+    If a call of the model begins with ``layer``, outdated merged weights are marked first: the contents of
+    the tensors behind them are compared.
     """
     group = _siblings.get(layer)
-    if group is None:  # ``layer`` was made by deepcopy or pickle, and ``adopt`` has not seen this copy yet
+    if group is None:  # a copy or a pickle of a layer, which ``adopt`` has not seen yet
         group = _siblings[layer] = _Siblings([layer])
     if group.calls.begins(layer) and not _is_capturing(weight):
         group.compare()
@@ -309,9 +316,9 @@ def _group_of(layer: nn.Module, weight: Tensor) -> _Siblings:
 
 
 def _outdated_siblings(group: _Siblings, layer: nn.Module, factor: float) -> list[tuple[nn.Module, Source]]:
-    """The LoRA layers in ``group`` besides ``layer`` whose merged weights are outdated, and their sources.
+    """The LoRA layers of ``group``, except ``layer``, with outdated merged weights; each with its source.
 
-    The source of a layer has the tensors and scales for its merged weight. The caller computes all these
+    The ``Source`` of a layer has the tensors and scales for its merged weight. The caller computes all these
     merged weights in one launch.
     """
     found = []
@@ -331,20 +338,17 @@ def runs_merged(weight: Tensor) -> bool:
 
 
 def unfuse(layer: nn.Module) -> None:
-    """Subtract the adapters of ``layer`` from its weight if they are fused into it but turned off.
-
-    peft's own forward would do the same.
-    """
+    """Subtract fused adapters that are turned off from the weight of ``layer``, as peft's forward does."""
     own: Any = vars(layer)
     if own["_disable_adapters"] and own["merged_adapters"]:
         layer.unmerge()  # type: ignore[operator]
 
 
-# ---- giving merged weights to layers, and taking them away
+# ---- giving merged weights to LoRA layers, and taking them away
 
 
 def adopt_new(root: nn.Module) -> bool:
-    """If ``root`` has new adapters, give merged weights to their layers, provided that these can run now.
+    """Give merged weights to the layers of ``root`` that have new adapters, if merged weights can run now.
 
     Returns True if ``adopt`` was called.
     """
@@ -360,7 +364,7 @@ def adopt_new(root: nn.Module) -> bool:
 
 
 def adopt(root: nn.Module) -> list[nn.Module]:
-    """Give each of peft's LoRA layers in ``root`` that can be merged a plain layer for merged weights.
+    """Give each of peft's LoRA layers in ``root`` that can be merged a plain layer with merged weights.
 
     Returns these LoRA layers. Nothing is done where sdfastgn's kernels do not run. If there is not enough
     memory for the merged weights of all layers, no layer gets them.
@@ -420,7 +424,7 @@ def _source_to_adopt(module: nn.Module) -> Source | None:
 def stand_in_of(layer: Any) -> Any:
     """Returns the plain layer with merged weights that runs in place of the LoRA layer ``layer``.
 
-    The merged weights may be outdated. Returns ``layer`` itself if it has none.
+    The merged weights may be outdated. Returns ``layer`` itself if it has no merged weights.
     """
     record = records.get(layer) if has_subclass(layer) else None
     return layer if record is None else record.layer
@@ -435,7 +439,7 @@ def release(root: nn.Module) -> None:
 
 
 def give_back(root: nn.Module | None = None) -> int:
-    """Free the merged weights in ``root`` because memory is short, and return the number of their layers.
+    """Free the merged weights in ``root`` because memory is short. Returns the number of layers freed.
 
     From now on these layers run peft's code. ``root``: None for all models.
     """
@@ -449,7 +453,7 @@ def give_back(root: nn.Module | None = None) -> int:
 
 
 def leave(module: nn.Module) -> None:
-    """Free the merged weights of ``module``. It may get merged weights again, even if that was forbidden."""
+    """Free the merged weights of ``module``, and forget why it must get none. It may get some again."""
     forget(module)
     _off.discard(module)
     _short.discard(module)
@@ -460,9 +464,10 @@ def leave(module: nn.Module) -> None:
 def frozen() -> Iterator[None]:
     """A context for the capture of a CUDA graph, in which merged weights are not written.
 
-    If merged weights are outdated, the call raises RuntimeError. Usually merged weights also count as
-    outdated after other code has read ``layer.weight``, because it may write into this tensor. Here they do
-    not, because the model's own forward may read it: diffusers' ``ImageProjection`` does so in each call.
+    If merged weights are outdated, a call in this context raises RuntimeError. Elsewhere merged weights also
+    count as outdated after code has read ``layer.weight``, because such code may write into this tensor. In
+    this context they do not, because the model's own forward may read ``layer.weight``: diffusers'
+    ``ImageProjection`` does so in each call.
     """
     tokens = _is_frozen.set(True), only_reads.set(True)
     try:

@@ -19,8 +19,8 @@ from sdfastgn.patches.lora import merged_weights, merging, wrappers
 from sdfastgn.patches.lora.trained_adapters import trained
 from sdfastgn.patches.swap.fusion import register_fused
 
-# Attributes of peft's LoRA layer through which other code reaches the weights. Such code may write into the
-# weights. So merged weights count as outdated after one of these attributes was read.
+# Attributes of peft's LoRA layer through which other code reaches the weights. Such code may write into them.
+# So merged weights count as outdated after one of these attributes was read.
 _DOORS = frozenset(("base_layer", "lora_A", "lora_B"))
 
 
@@ -53,21 +53,21 @@ class _MergedLayer(nn.Module):
             super().set_adapter(adapter_names, *args, **kwargs)  # type: ignore[misc]
 
     def _is_set(self, names: Any) -> bool:
-        """True only if peft's ``set_adapter(names)`` would change nothing.
+        """True if peft's ``set_adapter(names)`` would surely change nothing.
 
-        Then ``names`` is the list of active adapters, and exactly their parameters require gradients. False
-        in cases that are not checked, such as adapters of embeddings.
+        This is so if ``names`` is the list of active adapters, and exactly their parameters require
+        gradients. False in cases that are not checked, such as adapters of embeddings.
         """
         own: Any = vars(self)
         if type(names) is not list or names != own["_active_adapter"]:
             return False
-        # ``frozen_peft_weight_names`` names parameters that never require gradients. The comparison below
-        # would be wrong for them.
+        # peft's ``frozen_peft_weight_names`` names parameters that never require gradients. If there are
+        # some, the comparison of ``requires_grad`` below would be wrong.
         if getattr(self, "frozen_peft_weight_names", None):
             return False
         for kind in self.adapter_layer_names:
             part = own["_modules"].get(kind)
-            # Adapters of embeddings have parameters here. They are not checked.
+            # Adapters of embeddings have parameters in ``part`` itself. They are not checked.
             if part is None or part._parameters:
                 return False
             for name, layer in part._modules.items():
@@ -87,7 +87,7 @@ class _MergedLayer(nn.Module):
 
 
 class MergedLinear(_MergedLayer, lora.Linear):
-    """``peft.tuners.lora.layer.Linear`` that runs with merged weights."""
+    """``peft.tuners.lora.layer.Linear`` that runs with merged weights, or, in training, in fewer passes."""
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         y = None if args or kwargs else trained(self, x)

@@ -23,10 +23,11 @@ class _Adapter(NamedTuple):
     """An adapter of one layer, with everything that can be computed before its scale is known.
 
     Attributes:
-        layout: the identity, address, shape, strides and dtype of the tensors. If it changes, the adapter
-            must be prepared again.
+        layout: the identity, address, shape, strides and dtype of the adapter's tensors. If one of these
+            changes, the adapter must be prepared again.
         tensors: A, B and the bias of B, or None for no bias.
-        weight, bias: the products that the adapter adds to the layer's weight and bias, with the scale 1.
+        weight, bias: the products of matrices that the adapter adds to the layer's weight and bias, with the
+            scale 1.
         weight_pair, bias_pair: the same products, prepared as arguments of the kernel that computes the sums.
             None if the kernel cannot compute them.
     """
@@ -65,7 +66,7 @@ class PreparedLayer:
         self._adapters: dict[str, _Adapter] = {}
 
     def update(self, source: Source, names: list[str], storages: dict[int, StorageWeakRef]) -> None:
-        """Prepares the active adapters. What was prepared from the same tensors before is kept.
+        """Prepares the active adapters for merging. What was prepared from the same tensors before is kept.
 
         Args:
             source: the tensors and scales from which the layer's merged weight is computed.
@@ -97,7 +98,9 @@ class PreparedLayer:
                 self._adapters[name] = adapter
 
     def combine(self, names: list[str]) -> bool:
-        """Combines the prepared adapters ``names``. Returns False if one of them cannot be merged.
+        """Combines the prepared adapters ``names`` into sums for the merged weight and bias.
+
+        Returns False if one of the adapters cannot be merged.
 
         Also returns False if the plain layer with the merged weights has no bias but needs one, or has a bias
         but needs none. It needs one if the model's own layer or one of these adapters has a bias.
@@ -131,12 +134,12 @@ class PreparedLayer:
         return True
 
     def _prepare(self, name: str) -> _Adapter | None:
-        """Prepares the adapter ``name``. Returns None if it cannot be merged."""
+        """Prepares the adapter ``name`` for merging with any scale. Returns None if it cannot be merged."""
         found = adapter_of(self._layer, self._source, name)
         return None if found is None else self._add(name, *found)
 
     def _add(self, name: str, a: Tensor, b: Tensor, bias: Tensor | None) -> _Adapter:
-        """Prepares the adapter ``name`` with the tensors a, b and bias, and stores the result."""
+        """Prepares the adapter ``name``, with the tensors A, B and bias of B, and stores the result."""
         of_bias = None if bias is None else bias_factors(bias, 1.0)
         matrix, bias_matrix = self._matrix, self._bias_matrix
         adapter = self._adapters[name] = _Adapter(

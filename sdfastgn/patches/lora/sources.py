@@ -22,7 +22,7 @@ OF_CONV = ("stride", "padding", "dilation", "groups", "padding_mode")
 
 
 def is_class_of_scales(kind: type) -> bool:
-    """True if a LoRA scale of class ``kind`` can be merged: int, float, or one of NumPy's real numbers."""
+    """True if LoRA scales of class ``kind`` can be merged: int, float, or one of NumPy's real numbers."""
     return issubclass(kind, (int, float)) or is_numpy_real(kind)
 
 
@@ -52,15 +52,19 @@ class Source(NamedTuple):
         return self.bias is not None or any(pair[2] is not None for pair in self.pairs)
 
     def scaled(self, factor: float) -> Source:
-        """Returns this source with all scales multiplied by ``factor``, as peft's ``scale_layer`` does."""
+        """Returns this source with the scales of all adapters multiplied by ``factor``.
+
+        peft's ``scale_layer`` does the same to the scales of a layer.
+        """
         if factor == 1.0:
             return self
         return self._replace(pairs=tuple((a, b, bias, s * factor) for a, b, bias, s in self.pairs))
 
     def key(self, tensors: list[Tensor]) -> tuple[Any, ...]:
-        """A value that changes if a tensor or scale of the merged weight changes, as far as PyTorch counts.
+        """A value that changes if a tensor or scale behind the merged weight changes.
 
-        ``tensors``: the result of ``self.tensors``.
+        Writes that PyTorch does not count in a tensor's version do not change it. ``tensors``: the result of
+        ``self.tensors``.
         """
         return *state_of(tensors), tuple([pair[3] for pair in self.pairs])
 
@@ -116,7 +120,7 @@ def source_of(layer: nn.Module) -> Source | str:
 
 
 def _refusal_of(tensors: list[Tensor], device: Any) -> str | None:
-    """Why ``tensors`` cannot be merged into a weight on ``device``; None if they can."""
+    """Why ``tensors``, a layer's own and its adapters', cannot be merged on ``device``; None if they can."""
     for tensor in tensors:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype not in dispatch.KERNEL_DTYPES:
             return "a weight is not a plain tensor of fp16, bf16 or fp32"
@@ -128,7 +132,7 @@ def _refusal_of(tensors: list[Tensor], device: Any) -> str | None:
 
 
 def adapter_of(layer: nn.Module, source: Source, name: str) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Returns (A, B, bias of B or None) of the adapter ``name``. None if it cannot be merged.
+    """Returns (A, B, bias of B or None) of the adapter ``name``. None if the adapter cannot be merged.
 
     ``source``: a ``Source`` of peft's LoRA layer ``layer``, which may be for other adapters.
     """
@@ -172,9 +176,10 @@ def _pair(layer: nn.Module, kind: Any, name: str) -> Any:
 
 
 def _is_convolution_of(base: Any, first: Any, second: Any) -> bool:
-    """True if ``first`` (A) reads the same pixels as ``base``, and ``second`` (B) is a 1x1 convolution.
+    """True if ``first`` (A) reads the pixels that the model's ``base`` reads, and ``second`` (B) is 1x1.
 
-    This is not always so: peft gives ``first`` neither the dilation nor the padding mode of ``base``.
+    ``first`` does not always read the same pixels: peft gives ``first`` neither the dilation nor the padding
+    mode of ``base``.
     """
     return (
         all(getattr(first, name) == getattr(base, name) for name in ("kernel_size", *OF_CONV))

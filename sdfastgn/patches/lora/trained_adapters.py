@@ -6,8 +6,8 @@ the own layer and each A cast the input separately. Here the input is cast once,
 adds to the own layer's result in place.
 
 Layers that read the same input can run as one layer: one matrix product with their weights, which lie side by
-side in memory (``layers/packed_weights.py``), one with all A, and one with all B. All steps are PyTorch's
-own, so autograd knows their derivatives.
+side in memory (``layers/packed_weights.py``), one with all A, and one with all B. All operations are
+PyTorch's own, so autograd knows their derivatives.
 
 Numerics: scaled products with B are not rounded before they are added. peft rounds each product, its multiple
 by the scale, and each sum.
@@ -38,7 +38,7 @@ from sdfastgn.patches.swap.fusion import is_unhooked, parameters_of
 
 # Linear layers with the same input run as one matrix product if the ranks of all their LoRA adapters add up
 # to at most this. The matrices B of all adapters then form one block-diagonal matrix. With larger ranks the
-# multiplications by its zeros take more time than one product saves.
+# multiplications by its zeros cost more time than fewer matrix products save.
 _MOST_RANKS = 64
 
 
@@ -49,7 +49,7 @@ def trained(layer: Any, x: Tensor) -> Tensor | None:
 
 
 def trained_sources(layers: Sequence[Any], x: Tensor) -> list[Source] | None:
-    """Returns the weights and adapters (``Source``) of each of ``layers``, which all read x.
+    """Returns the weights and adapters (``Source``) of each of ``layers``, which all have the input x.
 
     A plain ``nn.Linear`` among them has a ``Source`` without adapters. Returns None if the layers must be
     called one by one, or if none of them has an adapter.
@@ -79,14 +79,14 @@ def _source(layer: Any) -> Source | None:
     if not is_wrapper(layer):
         return None
     source = source_of(layer)
-    # A LoRA layer without active adapters runs peft's code, which may have to subtract adapters that were
-    # fused into the weight.
+    # If no adapter is active, peft's code runs, which may have to subtract adapters that were fused into the
+    # weight.
     is_trained = not isinstance(source, str) and type(source.base) is nn.Linear and source.pairs
     return source if is_trained else None  # type: ignore[return-value]
 
 
 def adapted(x: Tensor, weight: Tensor, bias: Tensor | None, sources: Sequence[Source]) -> Tensor:
-    """Computes several linear layers with adapters at once. Returns (..., columns of all layers together).
+    """Computes linear layers with LoRA adapters at once. Returns (..., columns of all layers together).
 
     Args:
         x: (..., K), the input of all layers.
@@ -96,14 +96,15 @@ def adapted(x: Tensor, weight: Tensor, bias: Tensor | None, sources: Sequence[So
     dtype = torch.get_autocast_dtype(x.device.type) if dispatch.is_autocast(x) else x.dtype
     rows = x.to(dtype).reshape(-1, x.shape[-1])
     a, b, scale = _joined(sources)
-    # ``rows`` is 2-D, so that y is no view. If y were a view, autograd would copy the gradient of ``addmm_``.
+    # The input ``rows`` is 2-D, so that y is no view. Otherwise autograd would copy the gradient of
+    # ``addmm_``.
     y = F.linear(rows, weight.to(dtype), None if bias is None else bias.to(dtype))
     y.addmm_(F.linear(rows, a.to(dtype)), b.to(dtype).t(), alpha=scale)
     return y.view(*x.shape[:-1], y.shape[1])
 
 
 def _joined(sources: Sequence[Source]) -> tuple[Tensor, Tensor, float]:
-    """Returns (all A as one matrix, all B as one matrix, the scale of the product with B).
+    """Returns (A of all adapters as one matrix, their B as one matrix, scale of the product with B).
 
     The shapes are (sum of all ranks, K) and (columns of all layers, sum of all ranks). The second matrix is
     block-diagonal, with one block for each layer. If the adapters have different scales, each B is multiplied

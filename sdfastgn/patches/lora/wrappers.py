@@ -16,22 +16,28 @@ from torch import nn
 # The Python module in which peft defines its LoRA layers.
 PEFT = "peft.tuners.lora.layer"
 
-# sdfastgn's subclasses of peft's LoRA layers: by peft's class, and as a set. Both are empty until
-# ``peft_layers.py`` is imported.
+# A dict from peft's LoRA classes to sdfastgn's subclasses of them, and the set of these subclasses. Both are
+# empty until ``peft_layers.py`` is imported.
 _subclasses: dict[type[nn.Module], type[nn.Module]] = {}
 _own: set[type[nn.Module]] = set()
 
 
 def know(subclasses: Mapping[type[nn.Module], type[nn.Module]]) -> None:
-    """Record the subclasses of peft's LoRA layers. ``peft_layers.py`` calls this when it is imported."""
+    """Record sdfastgn's subclasses of peft's LoRA layers.
+
+    ``peft_layers.py`` calls this when it is imported.
+    """
     _subclasses.update(subclasses)
     _own.update(subclasses.values())
 
 
 def subclasses() -> Mapping[type[nn.Module], type[nn.Module]]:
-    """The subclass of each of peft's LoRA classes. Empty until other code has imported peft's layers."""
+    """A dict from peft's LoRA classes to sdfastgn's subclasses of them.
+
+    Empty until other code has imported peft's layers.
+    """
     if not _subclasses and PEFT in sys.modules:
-        # This import cannot stand at the top, because ``peft_layers`` imports this file, and imports peft.
+        # ``peft_layers`` is not imported at the top, because it imports this file and peft.
         importlib.import_module("sdfastgn.patches.lora.peft_layers")
     return _subclasses
 
@@ -44,7 +50,7 @@ def has_subclass(layer: Any) -> bool:
 def is_wrapper(layer: Any) -> bool:
     """True if ``layer`` is peft's LoRA layer around a linear layer or 2-D convolution.
 
-    Its class may also be the subclass that sdfastgn has given it.
+    Its class may be peft's, or the subclass that sdfastgn has given it.
     """
     kind = type(layer)
     return kind in _own or (kind.__module__ == PEFT and kind.__qualname__ in ("Linear", "Conv2d"))
