@@ -135,7 +135,7 @@ def small_config(rows: Rows, C: int, num_sms: int, *, backward: bool = False) ->
         most = _SMALL_BACKWARD_MAX_ELEMENTS
     elif not backward and num_sms / _SMALL_ALONE_PART <= ceil_div(C, block) <= num_sms:
         most = _SMALL_MAX_ALONE
-    if outer * block > most or positions * C >= 2**31:  # offsets are int32
+    if outer * block > most or positions * C >= 2**31:  # offsets are int32, so x must not be larger
         return None
     lanes = min(outer, WARP_LOAD // block)
     num_warps = min(next_power_of_2(ceil_div(outer * block, _SMALL_PER_WARP)), outer // lanes)
@@ -145,8 +145,8 @@ def small_config(rows: Rows, C: int, num_sms: int, *, backward: bool = False) ->
 def merge_config(partials: int, C: int) -> MergeConfig:
     """The configuration of a kernel that merges ``partials`` partial results of each of C channels."""
     channels = min(_MERGE_CHANNELS, next_power_of_2(C))
-    # With fewer channels, several programs read the same sector of memory. This takes less time than if a
-    # program needed a second tile.
+    # With fewer than ``_MERGE_CHANNELS`` channels, several programs read the same sector of memory. But this
+    # takes less time than a second tile in each program.
     while channels > _MERGE_MIN_CHANNELS and partials * channels > _MERGE_TILE:
         channels //= 2
     block = min(next_power_of_2(partials), _MERGE_TILE // channels)

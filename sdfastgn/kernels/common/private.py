@@ -159,14 +159,14 @@ class _Doubled(nn.Module):
 
 def _gives_one_twice() -> bool:
     """True if ``parametrize.cached()`` is active: two reads of a parametrized weight give the same tensor."""
-    probe = nn.LayerNorm(1)  # a LayerNorm's initialization leaves the random number generator as it is
+    probe = nn.LayerNorm(1)  # made without random numbers, unlike a Linear
     parametrize.register_parametrization(probe, "weight", _Doubled())
     return probe.weight is probe.weight
 
 
 # Returns True inside ``torch.nn.utils.parametrize.cached()``.
 caches_parametrizations: Callable[[], bool] = (
-    (lambda: bool(parametrize._cache_enabled))  # each call reads the variable: ``cached()`` rebinds it
+    (lambda: bool(parametrize._cache_enabled))  # read in each call, because ``cached()`` rebinds it
     if hasattr(parametrize, "_cache_enabled")
     else _gives_one_twice
 )
@@ -183,8 +183,8 @@ scaled_dot_product_attention: Callable[..., Tensor] = getattr(
 
 # ---- the GPU
 
-# Returns the raw handle of the current stream of the GPU with this index. A CPU build of PyTorch lacks the
-# private function.
+# Maps a GPU's index to the raw handle of the GPU's current stream. A CPU build of PyTorch lacks the private
+# function.
 current_raw_stream: Callable[[int], int] = getattr(
     _C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
@@ -400,7 +400,7 @@ def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
             yield
         finally:
             _cudnn.allow_tf32 = older[0]
-            torch.set_float32_matmul_precision(older[1])  # this call also restores ``matmul.allow_tf32``
+            torch.set_float32_matmul_precision(older[1])  # restores ``matmul.allow_tf32`` too
         return
     before = []
     for place in places:
@@ -409,7 +409,8 @@ def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
         # The loop has already set the more general objects to "none", so it reads and saves "none" here.
         place.fp32_precision = "none"
     try:
-        # If the values of ``conv`` and ``rnn`` differ, reading ``_cudnn.allow_tf32`` raises an error.
+        # ``rnn`` gets the value of ``conv`` too, because reading ``_cudnn.allow_tf32`` raises an error if the
+        # two differ.
         _cudnn.conv.fp32_precision = _cudnn.rnn.fp32_precision = "tf32" if convolutions else "ieee"
         _cuda.matmul.fp32_precision = "tf32" if products else "ieee"
         yield

@@ -245,7 +245,7 @@ def launch_config(
         elements <= (_SMALL_BACKWARD_MAX_ELEMENTS if backward else largest)
         and elements <= small.num_warps * _SMALL_MAX_PER_WARP
     )
-    if fits and C * HW < 2**31:  # offsets within a sample are int32
+    if fits and C * HW < 2**31:  # small kernels have int32 offsets within a sample
         return small
     kind = "backward" if backward else "read"
     statistics = statistics_config(N, C, HW, channels_last, num_sms, kind=kind)
@@ -283,8 +283,8 @@ def walk_config(
         or group * itemsize * num_sms > _WALK_MAX_PART * l2_bytes
         or N * num_groups < _WALK_MIN_GROUPS * num_sms
         or (channels_last and CG * itemsize < _WALK_MIN_RUN)
-        or 4 * block_c > 5 * CG  # more than a fifth of the lanes would be idle
-        or C * HW >= 2**31  # offsets within a sample are int32
+        or 4 * block_c > 5 * CG  # masked channels would leave a fifth of the lanes idle
+        or C * HW >= 2**31  # the kernel has int32 offsets within a sample
     ):
         return None
     if group < _WALK_LARGE_ELEMENTS:
@@ -295,7 +295,7 @@ def walk_config(
         tile, kept, num_warps = _WALK_SILU_FIRST
     else:
         tile, kept, num_warps = _WALK_LARGE
-    largest = next_power_of_2(HW + 1) // 2  # the largest power of 2 up to HW
+    largest = next_power_of_2(HW + 1) // 2  # the largest power of 2 that is at most HW
     return WalkConfig(
         min(next_power_of_2(HW), max(1, tile // block_c)),
         min(largest, max(1, kept // block_c)),
@@ -307,7 +307,7 @@ def walk_config(
 def _small_config(
     C: int, HW: int, num_groups: int, channels_last: bool, itemsize: int, backward: bool
 ) -> SmallConfig:
-    """The ``SmallConfig`` for these sizes. ``launch_config`` uses it if the group is small enough."""
+    """The ``SmallConfig`` for x (N, C, HW). ``launch_config`` uses it if a group is small enough."""
     # A second tile for a group's last channels, and the sizes in ``_SMALL_PER_WARP``, were measured only for
     # channels-last forwards. Other launches do not use them.
     is_measured = channels_last and not backward
@@ -317,7 +317,7 @@ def _small_config(
     outer, block = reversed(sizes) if channels_last else sizes
     tail = 0
     if is_measured and itemsize == 2 and not each_channel:
-        # For example, 40 channels take tiles of 32 and 8 channels, instead of one tile of 64.
+        # The last channels get a second tile. For example, 40 channels take tiles of 32 and 8, not one of 64.
         rest = channels - block // 2
         if _SMALL_MIN_TAIL <= rest == next_power_of_2(rest) and 4 * channels <= 3 * block:
             block, tail = block // 2, rest

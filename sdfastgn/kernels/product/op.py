@@ -63,7 +63,7 @@ _WORTHWHILE = 0.98
 
 
 class _Kind(NamedTuple):
-    """Products with equal values of these fields use the same algorithm.
+    """The properties of a product on which its fastest algorithm depends: the key of ``_chosen``.
 
     ``switches``: settings of PyTorch that can change the bits of a product's result.
     """
@@ -73,7 +73,8 @@ class _Kind(NamedTuple):
     switches: tuple[object, ...]
 
 
-# ``_Kind`` of a product -> its fastest algorithm, or None if PyTorch's algorithm is the fastest.
+# Maps the ``_Kind`` of a product to its fastest algorithm of cuBLASLt, or to None if PyTorch's own algorithm
+# is the fastest.
 _chosen: PlanCache[Algorithm | None] = PlanCache()
 # During a rehearsal in this thread (``chosen_after``): the kinds of the products that were recorded so far,
 # as keys. Otherwise None.
@@ -83,9 +84,9 @@ _noted: contextvars.ContextVar[dict[_Kind, None] | None] = contextvars.ContextVa
 
 
 def is_choosing() -> bool:
-    """True during a rehearsal, and while a CUDA graph is captured after a rehearsal.
+    """True during a rehearsal, and while a CUDA graph is captured after a rehearsal (``chosen_after``).
 
-    If it is False, ``linear`` only calls PyTorch's.
+    If it is False, the functions of this file only call PyTorch's products.
     """
     return not torch.compiler.is_dynamo_compiling() and (
         _noted.get() is not None or (len(_chosen) > 0 and torch.cuda.is_current_stream_capturing())
@@ -187,7 +188,7 @@ def add_linear_e4m3_(total: Tensor, x: Tensor, weight: Tensor, scales: tuple[Ten
 def _choice(
     x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | None
 ) -> tuple[Shape, Algorithm] | None:
-    """Returns (shape, algorithm) for ``multiply``, or None if PyTorch must compute this product.
+    """Returns the arguments (shape, algorithm) of ``cublaslt.multiply``, or None if PyTorch must multiply.
 
     Call it only if ``is_choosing()``. In a rehearsal (a call before a capture) it records the product and
     returns None. The algorithms of recorded products are timed at the end of the rehearsal.
@@ -204,7 +205,7 @@ def _choice_of_e4m3(
     bias: Tensor | None = None,
     row_scales: Sequence[Tensor] = (),
 ) -> tuple[Shape, Algorithm] | None:
-    """``_choice`` for products in E4M3. ``row_scales``: the scales, if each row has one."""
+    """As ``_choice``, for a product of E4M3 tensors. ``row_scales``: the scales, if each row has one."""
     (rows, depth), columns = x.shape, len(weight)
     operands = [t for t in (x, weight, total, bias, *row_scales) if t is not None]
     fits = (
@@ -227,7 +228,7 @@ def _choice_for(kind: _Kind) -> tuple[Shape, Algorithm] | None:
 
 
 def _kind_of(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | None) -> _Kind | None:
-    """The key of a product in ``_chosen``, or None if PyTorch must compute it.
+    """The key of a product in ``_chosen`` (the fastest algorithms), or None if PyTorch must compute it.
 
     For example, PyTorch computes products in fp32, products with gradients, and products that are too small
     or too large to gain from another algorithm. It also gets invalid arguments, and raises its usual error.
@@ -285,7 +286,7 @@ def load_algorithms() -> None:
     """
     for kind in _noted.get() or ():
         if kind not in _chosen:
-            with suppress(torch.OutOfMemoryError, Refused):  # ``chosen_after`` raises the error again
+            with suppress(torch.OutOfMemoryError, Refused):  # ``chosen_after`` fails in the same way
                 _ways_of(kind)
 
 
@@ -312,22 +313,22 @@ def _fastest(kind: _Kind) -> Algorithm | None:
 
 
 def _ways_of(kind: _Kind) -> list[_Way]:
-    """The algorithms for a product, each with a function that runs it. PyTorch's is the first.
+    """The algorithms for a product, each with a function that runs it. PyTorch's own is the first.
 
-    Each of them runs once here.
+    Each algorithm runs once in this function, which loads its code onto the GPU.
     """
     return _ways_of_e4m3(kind) if kind.shape.is_e4m3 else _ways(kind)
 
 
 def _random(kind: _Kind) -> Callable[..., Tensor]:
     """Returns a function that makes random tensors: sizes -> tensor."""
-    # They come from a separate generator, so that the user's random numbers do not change.
+    # The random numbers come from a separate generator, so that the user's random numbers do not change.
     generator = torch.Generator(kind.device).manual_seed(0)
     return partial(torch.randn, dtype=kind.shape.dtype, device=kind.device, generator=generator)
 
 
 def _ways(kind: _Kind) -> list[_Way]:
-    """As ``_ways_of``, for a product of tensors in fp16 or bf16."""
+    """The algorithms for a product of fp16 or bf16 tensors, each with a function that runs it."""
     shape, device = kind.shape, kind.device
     random = _random(kind)
     x, weight = random(shape.rows, shape.depth), random(shape.columns, shape.depth)
@@ -352,7 +353,7 @@ def _ways(kind: _Kind) -> list[_Way]:
 
 
 def _ways_of_e4m3(kind: _Kind) -> list[_Way]:
-    """As ``_ways_of``, for a product of E4M3 tensors.
+    """The algorithms for a product of E4M3 tensors, each with a function that runs it.
 
     An algorithm of cuBLASLt may give other bits than PyTorch, for two reasons. To add a product to a tensor,
     PyTorch rounds the product and then the sum, and an algorithm rounds only the sum. With a scale for each
@@ -364,7 +365,8 @@ def _ways_of_e4m3(kind: _Kind) -> list[_Way]:
     x, weight = random(shape.rows, shape.depth).to(E4M3), random(shape.columns, shape.depth).to(E4M3)
     start = random(shape.rows, shape.columns)
     bias = random(shape.columns) if shape.has_bias else None
-    # Scales that differ: an algorithm with one scale for all rows must not be near.
+    # The scales of rows differ, so that the result of an algorithm that uses one scale for all rows is far
+    # from PyTorch's.
     sizes = (shape.rows, shape.columns) if shape.has_row_scales else (1, 1)
     scales: Any = tuple(torch.arange(size, dtype=torch.float32, device=device) % 7 + 1 for size in sizes)
     operands = x, weight, scales
@@ -379,7 +381,8 @@ def _ways_of_e4m3(kind: _Kind) -> list[_Way]:
     try:
         found = algorithms(shape, device)
     except Refused:
-        # Some GPUs and versions of cuBLASLt have no products of E4M3 tensors, or cannot add them to a tensor.
+        # cuBLASLt refuses some products of E4M3 tensors, or their addition to a tensor. PyTorch then computes
+        # them.
         found = []
     for algorithm in found:
         try:
