@@ -135,7 +135,7 @@ def small_config(rows: Rows, C: int, num_sms: int, *, backward: bool = False) ->
         most = _SMALL_BACKWARD_MAX_ELEMENTS
     elif not backward and num_sms / _SMALL_ALONE_PART <= ceil_div(C, block) <= num_sms:
         most = _SMALL_MAX_ALONE
-    if outer * block > most or positions * C >= 2**31:  # offsets are int32, so x must not be larger
+    if outer * block > most or positions * C >= 2**31:  # offsets are int32, so x has below 2^31 elements
         return None
     lanes = min(outer, WARP_LOAD // block)
     num_warps = min(next_power_of_2(ceil_div(outer * block, _SMALL_PER_WARP)), outer // lanes)

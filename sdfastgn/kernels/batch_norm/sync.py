@@ -31,7 +31,8 @@ def check_group(name: str, process_group: Any) -> None:
     if process_group is None or (isinstance(process_group, str) and process_group == WORLD):
         return
     if dist.is_available():
-        outside = dist.GroupMember.NON_GROUP_MEMBER  # ``dist.new_group`` returns this to non-members
+        # In processes that are not in the new group, ``dist.new_group`` returns ``NON_GROUP_MEMBER``.
+        outside = dist.GroupMember.NON_GROUP_MEMBER
         if process_group == outside or isinstance(process_group, dist.ProcessGroup):
             return
     raise ValueError(f'{name}: process_group must be a group or "{WORLD}", got {process_group!r}')

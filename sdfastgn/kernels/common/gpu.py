@@ -42,7 +42,7 @@ def current_stream(x: Tensor) -> int:
 
     On a CPU, where kernels run in Triton's interpreter, it is 0.
     """
-    index = x.get_device()  # -1 for a CPU; reading ``x.device.type`` takes longer
+    index = x.get_device()  # the index of a CPU is -1; ``x.device.type`` would be slower
     return 0 if index < 0 else current_raw_stream(index)
 
 

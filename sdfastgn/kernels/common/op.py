@@ -290,5 +290,5 @@ def _training_function(op: PlannedOp, names: tuple[str, ...]) -> Any:
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             return *op.gradients(ctx, names, grads), None, None
 
-    # Profiles and anomaly mode show the class's name, so it gets the op's name.
+    # The subclass of ``autograd.Function`` gets the op's name, which profiles and anomaly mode show.
     return type(op.name.replace(".", "_"), (Training,), {})

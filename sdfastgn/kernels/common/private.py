@@ -159,14 +159,14 @@ class _Doubled(nn.Module):
 
 def _gives_one_twice() -> bool:
     """True if ``parametrize.cached()`` is active: two reads of a parametrized weight give the same tensor."""
-    probe = nn.LayerNorm(1)  # made without random numbers, unlike a Linear
+    probe = nn.LayerNorm(1)  # a LayerNorm, because it is initialized without random numbers
     parametrize.register_parametrization(probe, "weight", _Doubled())
     return probe.weight is probe.weight
 
 
 # Returns True inside ``torch.nn.utils.parametrize.cached()``.
 caches_parametrizations: Callable[[], bool] = (
-    (lambda: bool(parametrize._cache_enabled))  # read in each call, because ``cached()`` rebinds it
+    (lambda: bool(parametrize._cache_enabled))  # ``cached()`` rebinds ``_cache_enabled``: each call reads it
     if hasattr(parametrize, "_cache_enabled")
     else _gives_one_twice
 )
@@ -243,12 +243,12 @@ def is_alone(tensor: Tensor) -> bool:
 
 
 def refers_to(reference: StorageWeakRef, tensor: Tensor) -> bool:
-    """True if ``reference`` refers to the present storage of ``tensor``."""
+    """True if the StorageWeakRef ``reference`` refers to the storage that ``tensor`` has now."""
     return reference.cdata == tensor.untyped_storage()._cdata
 
 
 def revived(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """Returns the storage that ``reference`` refers to.
+    """Returns the storage that the StorageWeakRef ``reference`` refers to.
 
     Returns None if the storage is freed, or if this version of PyTorch cannot find it.
     """
@@ -400,7 +400,8 @@ def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
             yield
         finally:
             _cudnn.allow_tf32 = older[0]
-            torch.set_float32_matmul_precision(older[1])  # restores ``matmul.allow_tf32`` too
+            # ``set_float32_matmul_precision`` also restores ``matmul.allow_tf32``.
+            torch.set_float32_matmul_precision(older[1])
         return
     before = []
     for place in places:

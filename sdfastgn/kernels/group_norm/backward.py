@@ -68,7 +68,7 @@ def reference_group_norm_grads(call: Any) -> Gradients:
     d_xhat = d_affine if weight is None else d_affine * per_channel(weight)
 
     def summed(t: Tensor, like: Tensor | None) -> Tensor | None:
-        """Sums ``t`` to the gradient of ``like``: over positions and, if all samples share it, over samples."""
+        """Sums ``t`` to the gradient of ``like``: over positions, and over samples if all share ``like``."""
         if like is None:
             return None
         per_sample = t.sum(dim=3).reshape(N, C)

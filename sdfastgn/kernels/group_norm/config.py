@@ -283,7 +283,7 @@ def walk_config(
         or group * itemsize * num_sms > _WALK_MAX_PART * l2_bytes
         or N * num_groups < _WALK_MIN_GROUPS * num_sms
         or (channels_last and CG * itemsize < _WALK_MIN_RUN)
-        or 4 * block_c > 5 * CG  # masked channels would leave a fifth of the lanes idle
+        or 4 * block_c > 5 * CG  # the padding of the channels would leave a fifth of the lanes idle
         or C * HW >= 2**31  # the kernel has int32 offsets within a sample
     ):
         return None

@@ -152,7 +152,7 @@ def linear_e4m3(x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], dtype:
 def linear_of_rows(
     x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """``row_scaled_product`` for x (..., depth), with one scale for each row: ``scales[0]`` is (...).
+    """Computes ``row_scaled_product`` for x (..., depth) and one scale for each row, ``scales[0]`` (...).
 
     In CUDA graphs it uses the algorithm that a rehearsal has chosen.
 
@@ -286,7 +286,7 @@ def load_algorithms() -> None:
     """
     for kind in _noted.get() or ():
         if kind not in _chosen:
-            with suppress(torch.OutOfMemoryError, Refused):  # ``chosen_after`` fails in the same way
+            with suppress(torch.OutOfMemoryError, Refused):  # ``chosen_after`` raises these errors again
                 _ways_of(kind)
 
 

@@ -73,8 +73,8 @@ def _rotate_kernel(
         gdc_wait()
     x_ptr += (a * x_a + b * x_b + c * x_c) * VECTOR
     x = tl.load(x_ptr + d, mask=mask, other=0.0).to(tl.float32)
-    # If pairs have an element of each half of a row, these are the columns of the other elements of the
-    # pairs. They have the shape of the tile, so that each thread loads the numbers for its own elements.
+    # ``other``: for each element the column of the other element of its pair, if pairs have an element of
+    # each half. It has the shape of the tile, so that each thread loads the numbers for its own elements.
     other = (d + D // 2) % D + r * 0
     if KIND != "none":
         u, mean, rest = x, 0.0, 0.0

@@ -32,7 +32,7 @@ from sdfastgn.kernels.common.plan_cache import PlanCache
 def reference_upsample_nearest_2x(x: Tensor) -> Tensor:
     """Computes ``upsample_nearest_2x`` in plain PyTorch, for calls that the kernel cannot run."""
     # On a GPU, x is first made channels-first. PyTorch's channels-last kernel fails for 2^31 elements or
-    # more, and in older versions for batches of 64 (pytorch #81665, #141831).
+    # more, and in older versions of PyTorch for batches of 64.
     y = torch.ops.aten.upsample_nearest2d.vec(x if x.is_cpu else x.contiguous(), None, [2.0, 2.0])
     return laid_out(y.to(x.dtype), dense_is_channels_last(x))
 
@@ -89,7 +89,7 @@ _launches: PlanCache[Any] = PlanCache()
 @dispatch.kernels_of("upsample_nearest_2x")
 def _by_kernel(x: Tensor, y: Tensor, *, backward: bool) -> Tensor:
     """Launches the kernel of the forward or backward, which reads ``x`` and fills ``y``. Returns ``y``."""
-    small = y if backward else x  # the one of x and y with the smaller images
+    small = y if backward else x  # x or y: the tensor with the smaller images
     key = (backward, small.shape, small.dtype, small.device)
     found = _launches.get(key)
     if found is None:
