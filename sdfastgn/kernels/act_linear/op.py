@@ -59,7 +59,7 @@ class _Call(NamedTuple):
 
 
 class _Plan:
-    """The launch for calls with equal shapes, strides, dtypes, device and activation.
+    """The launch of ``act_linear`` for calls with equal shapes, strides, dtypes, device and activation.
 
     It has one program for each tile of y.
     """

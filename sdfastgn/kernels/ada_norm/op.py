@@ -118,7 +118,7 @@ def _normalized(u: Tensor, norm: Norm) -> Tensor:
 
 
 def _has_kernel(call: AdaNormCall) -> bool:
-    """True if x has elements, and its rows fit into registers and can be numbered by int32."""
+    """True if the kernel can run: x is not empty, rows fit into registers, and int32 can number them."""
     x = call.x
     return 0 < x.numel() <= MAX_OFFSET * x.shape[-1] and fits_registers(x.shape[-1])
 

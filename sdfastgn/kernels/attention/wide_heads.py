@@ -37,12 +37,12 @@ from sdfastgn.kernels.common import dispatch, private
 from sdfastgn.kernels.common.checks import as_float, check_device, check_floating
 from sdfastgn.kernels.common.private import is_tracing
 
-# Attention runs in chunks only for these dtypes.
+# Attention runs in chunks of queries only for these dtypes.
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 def reference_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Runs PyTorch's attention, for calls that do not run in chunks.
+    """Runs PyTorch's attention, for calls that do not run in chunks of queries.
 
     q is (N, heads, L, D), k and v are (N, heads, keys, D). Returns (N, heads, L, D).
     """
@@ -119,7 +119,7 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
 
 
 def runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if attention in chunks can run and is faster than PyTorch's attention."""
+    """True if attention in chunks of queries can run and is faster than PyTorch's attention."""
     return (
         not torch.compiler.is_dynamo_compiling()
         and not is_tracing()  # under torch.jit.trace, sizes are tensors and cannot decide anything

@@ -234,7 +234,7 @@ def _launch(
     softmax(stream, scratch, weights, sums)
 
     left, right = weights[: matrices * rows * pitch].view(matrices, rows, pitch)[:, :, :keys], v[b0:b1]
-    if splits > 1:  # one head, whose keys are divided: a batched product with one matrix for each part
+    if splits > 1:  # the keys of a head are divided: a batched product, one matrix for each part
         left, right = left[0].unflatten(1, (splits, -1)).transpose(0, 1), right[0].unflatten(0, (splits, -1))
     _multiply(left, right, scratch[: left.shape[0] * rows * D].view(-1, rows, D))
     first = b0 * q.shape[1] + r0

@@ -41,7 +41,7 @@ class BatchNormGradPlan:
     __slots__ = ("apply", "merge", "partials", "reads_dz", "small", "sums")
 
     def __init__(self, call: BatchNormGradCall, count: int | None = None) -> None:
-        """Prepares the launches.
+        """Prepares the launches of BatchNorm's backward for calls like ``call``.
 
         ``count``: number of values of a channel in all processes. None if one process has the whole batch.
         """

@@ -96,7 +96,7 @@ class Kernel(NamedTuple):
 
 
 class _Hashed(NamedTuple):
-    """Takes the place of an object of Triton when a kernel's name is computed. Has only the object's hash."""
+    """Replaces Triton's source, target or options when a kernel's name is computed, by their hash alone."""
 
     value: str
 
@@ -105,7 +105,7 @@ class _Hashed(NamedTuple):
 
 
 def can_record() -> bool:
-    """True if this version of Triton has the function ``get_cache_key``, which archives need."""
+    """True if Triton has the function ``get_cache_key``, by which archives compute the names of kernels."""
     from triton.runtime import cache
 
     return hasattr(cache, "get_cache_key")
@@ -169,7 +169,7 @@ def export(path: Path, capability: tuple[int, int], recorded: dict[str, Kernel])
 
 
 def _entry(name: str) -> zipfile.ZipInfo:
-    """A compressed file of the archive, without a date, so that equal kernels make equal archives."""
+    """A compressed file of an archive, without a date, so that equal kernels make equal archives."""
     entry = zipfile.ZipInfo(name)
     entry.compress_type = zipfile.ZIP_DEFLATED
     return entry

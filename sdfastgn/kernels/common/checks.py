@@ -21,7 +21,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def as_index(name: str, label: str, value: Any) -> int:
     """Returns ``value`` as an int. Raises TypeError if it is not an integer, or if it is a bool."""
-    # ``try`` and not ``contextlib.suppress``, at which torch.compile before 2.10 would break the graph.
+    # This is ``try`` instead of ``contextlib.suppress``, at which torch.compile before 2.10 breaks the graph.
     try:
         if not isinstance(value, bool):
             return operator.index(value)

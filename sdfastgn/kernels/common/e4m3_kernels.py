@@ -37,12 +37,12 @@ def in_e4m3_range(y, mask, quantizer_ptr, RETRY: tl.constexpr):
     """
     if RETRY:
         u = y * (tl.load(quantizer_ptr + 2) / _growth(quantizer_ptr))
-        # With the larger scale, only infinities are far beyond the range. A finite value is beyond it only by
-        # a rounding error.
+        # With the larger scale, finite values exceed the range of E4M3 only by a rounding error. Other values
+        # beyond the range are infinities. They become NaN.
         u = tl.where(tl.abs(u) < 449.0, u, float("nan"))
     else:
         u = y * tl.load(quantizer_ptr + 2)
-        beyond = (tl.abs(u) <= 448.0) == 0  # this is also True for NaN
+        beyond = (tl.abs(u) <= 448.0) == 0  # NaN counts as beyond the range too
         if mask is not None:
             beyond = beyond & mask
         count = tl.sum(beyond.to(tl.int32))

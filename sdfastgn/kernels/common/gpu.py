@@ -82,7 +82,7 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 
     For the meta device it is ``META_CAPABILITY``, for all other devices (0, 0).
     """
-    if device.type != "cuda" or torch.version.hip is not None:  # the type of an AMD GPU is "cuda" too
+    if device.type != "cuda" or torch.version.hip is not None:  # AMD GPUs have the type "cuda" too
         return META_CAPABILITY.get() if device.type == "meta" else (0, 0)
     return torch.cuda.get_device_capability(device)
 

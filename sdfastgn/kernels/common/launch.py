@@ -180,9 +180,9 @@ def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]] | None:
         parameters = tuple(inspect.signature(type(run).__call__).parameters)
     except AttributeError:
         return None
-    if parameters == (*_LAUNCHED, *_REPORTED, "args"):  # the launcher of Triton 3.7 or later
+    if parameters == (*_LAUNCHED, *_REPORTED, "args"):  # the launcher is from Triton 3.7 or later
         return run, bound
-    if parameters != (*_LAUNCHED, "args"):  # the launcher of an unknown version of Triton
+    if parameters != (*_LAUNCHED, "args"):  # the launcher is from an unknown version of Triton
         return None
     sizes = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
     # Kernels with scratch memory, and all kernels on AMD's GPUs, need the launcher's Python function.

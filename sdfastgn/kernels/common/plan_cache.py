@@ -17,8 +17,8 @@ from torch import Tensor
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.declaration import NUMBERS, arguments_of, fields_of, gaps_of, without_gaps
 
-# Maximum number of entries of a cache. Without a limit, the cache of a server would grow forever if requests
-# keep bringing new shapes.
+# Maximum number of entries of a cache of launch plans. Without a limit, the cache of a server would grow
+# forever if requests keep bringing new shapes.
 _MAX_PLANS = 4096
 # Types of those arguments of an op that are not tensors.
 _VALUES = frozenset((type(None), int, float, bool, str, torch.dtype))

@@ -245,7 +245,7 @@ def launch_config(
         elements <= (_SMALL_BACKWARD_MAX_ELEMENTS if backward else largest)
         and elements <= small.num_warps * _SMALL_MAX_PER_WARP
     )
-    if fits and C * HW < 2**31:  # small kernels have int32 offsets within a sample
+    if fits and C * HW < 2**31:  # the kernels of SmallConfig have int32 offsets
         return small
     kind = "backward" if backward else "read"
     statistics = statistics_config(N, C, HW, channels_last, num_sms, kind=kind)

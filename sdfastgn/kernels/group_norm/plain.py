@@ -36,11 +36,11 @@ def plain_group_norm(
         z (N, C, *spatial), channels-first; mean and rstd (N, G). All in the dtype of u.
     """
     if weight is None and bias is not None:
-        weight = torch.ones_like(bias)  # PyTorch's backward fails if there is a bias without a weight
+        weight = torch.ones_like(bias)  # because PyTorch's backward fails with a bias and no weight
     # Weight and bias are made contiguous, because PyTorch reads them as if they were.
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     u = u.contiguous().flatten().view(u.shape)
-    if u.numel() == 0:  # PyTorch's GroupNorm of empty u has NaN gradients
+    if u.numel() == 0:  # PyTorch's GroupNorm would have NaN gradients if u is empty
         z = u.clone()  # a copy, because the caller may write to the result
         for t, combine in ((weight, torch.mul), (bias, torch.add)):
             z = z if t is None else combine(z, t.view(-1, *[1] * (u.dim() - 2)))

@@ -254,7 +254,7 @@ def _tables(
         rows.append((*matrix, first, len(pairs)))
         first += len(pairs)
     tiles = [ceil_div(m[2], _TILE[0]) * ceil_div(m[3], _TILE[1]) for m in matrices]
-    counts = torch.tensor(tiles, device="cpu")  # on the CPU, even if PyTorch's default device is a GPU
+    counts = torch.tensor(tiles, device="cpu")  # made on the CPU, even if the default device is a GPU
     of = torch.repeat_interleave(torch.arange(len(matrices), device="cpu"), counts)
     number = torch.arange(len(of), device="cpu") - (counts.cumsum(0) - counts)[of]
     flat = [pair for pairs in factors for pair in pairs] or [(0,) * 7]

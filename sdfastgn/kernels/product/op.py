@@ -205,7 +205,10 @@ def _choice_of_e4m3(
     bias: Tensor | None = None,
     row_scales: Sequence[Tensor] = (),
 ) -> tuple[Shape, Algorithm] | None:
-    """As ``_choice``, for a product of E4M3 tensors. ``row_scales``: the scales, if each row has one."""
+    """Returns the arguments (shape, algorithm) of ``cublaslt.multiply`` for a product of E4M3 tensors.
+
+    Returns None if PyTorch must multiply. ``row_scales``: the scales, if each row has one.
+    """
     (rows, depth), columns = x.shape, len(weight)
     operands = [t for t in (x, weight, total, bias, *row_scales) if t is not None]
     fits = (
