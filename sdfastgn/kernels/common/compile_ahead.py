@@ -57,7 +57,7 @@ class _Rehearsal:
             # Without the lock, two threads could create two caches. ``device_caches`` is private to Triton,
             # and may be missing.
             launch.kernel.device_caches[self._device.index]
-        with torch.cuda.device(self._device):  # must be set, because each thread has its own current device
+        with torch.cuda.device(self._device):  # the current device must be set: each thread has its own
             compiled = launch.kernel.warmup(
                 *dtypes, *launch.numbers, grid=(1,), **launch.constants, **launch.options
             )

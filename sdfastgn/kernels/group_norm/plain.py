@@ -36,7 +36,7 @@ def plain_group_norm(
         z (N, C, *spatial), channels-first; mean and rstd (N, G). All in the dtype of u.
     """
     if weight is None and bias is not None:
-        weight = torch.ones_like(bias)  # because PyTorch's backward fails with a bias and no weight
+        weight = torch.ones_like(bias)  # ones, because PyTorch's backward fails with a bias and no weight
     # Weight and bias are made contiguous, because PyTorch reads them as if they were.
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     u = u.contiguous().flatten().view(u.shape)

@@ -63,7 +63,7 @@ _WORTHWHILE = 0.98
 
 
 class _Kind(NamedTuple):
-    """The properties of a product on which its fastest algorithm depends: the key of ``_chosen``.
+    """The properties of a product on which its fastest algorithm depends: the key of the dict ``_chosen``.
 
     ``switches``: settings of PyTorch that can change the bits of a product's result.
     """

@@ -80,7 +80,7 @@ _launches: PlanCache[Any] = PlanCache()
 
 
 def _new_launch(*args: Any, **options: Any) -> Any:
-    from sdfastgn.kernels.statistics.kernels import StatisticsLaunch  # late: kernels.py needs Triton
+    from sdfastgn.kernels.statistics.kernels import StatisticsLaunch  # imported late: kernels.py needs Triton
 
     return StatisticsLaunch(*args, **options)
 
