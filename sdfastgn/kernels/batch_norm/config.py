@@ -47,16 +47,17 @@ _SMALL_PER_WARP = 1024
 # Maximum number of channels of a program of a merge kernel, which combines all partial results of a channel.
 # In fp32 these channels are a whole 32-byte sector of memory.
 _MERGE_CHANNELS = 8
-# Minimum number of channels of a program of a merge kernel, if channels have many partial results.
+# Minimum number of channels of a program of a kernel that merges the partial results of channels, if there
+# are many for each channel.
 _MERGE_MIN_CHANNELS = 2
-# Maximum number of elements of a merge kernel's tile of (partial results, channels). A program that needs
-# several tiles waits for memory at each tile.
+# Maximum number of elements of a tile of (partial results, channels) of a kernel that merges partial results.
+# A program that needs several tiles waits for memory at each tile.
 _MERGE_TILE = 8192
-# Number of elements of a merge kernel's tile for each warp: 16 for each lane.
+# Number of elements for each warp of a tile of a kernel that merges partial results: 16 for each lane.
 _MERGE_PER_WARP = 512
-# Maximum number of partial results of a channel that one tile of a merge kernel holds, with
-# ``_MERGE_CHANNELS`` channels in the tile. If a channels-last backward has more, each program first adds up
-# the sums of its warps.
+# Maximum number of partial results of a channel that one tile of a merging kernel holds, with
+# ``_MERGE_CHANNELS`` channels in the tile. If a channels-last backward has more, each program that makes
+# partial results first adds up the sums of its warps.
 MERGED_AT_ONCE = _MERGE_TILE // _MERGE_CHANNELS
 
 

@@ -46,10 +46,10 @@ RETRY_PROGRAMS = 128
 
 
 def launches_of(programs: int) -> tuple[tuple[int, bool], tuple[int, bool]]:
-    """Returns (number of programs, whether it is the retry) for each of the two launches of a kernel.
+    """Returns (number of programs, True for the retry) for each of the two launches of a kernel.
 
-    The first launch quantizes y. The retry does this again if values were beyond the range of E4M3.
-    ``programs``: number of tiles of y.
+    The first launch quantizes y. The second one, the retry, does this again if values were beyond the range
+    of E4M3. ``programs``: number of tiles of y.
     """
     return (programs, False), (min(programs, RETRY_PROGRAMS), True)
 

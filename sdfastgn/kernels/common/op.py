@@ -277,7 +277,7 @@ def _training_function(op: PlannedOp, names: tuple[str, ...]) -> Any:
     class Training(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            """Launches the kernels. ``inputs``: the call's tensors one by one, then the call, then its plan.
+            """Launches the kernels. ``inputs``: the call's tensors, then the call, then its launch plan.
 
             The tensors are also passed one by one, because autograd does not look for tensors inside a call.
             """

@@ -52,20 +52,20 @@ _SMALL_MIN_TAIL = 8
 # Maximum number of elements of a tile of the two apply kernels, which compute y or dx element by element. A
 # program has one tile.
 _APPLY_TILE = 2048
-# Warps of a program of the forward's apply kernel if tiles are many or x is channels-first. A thread then has
-# 32 elements, which hides the memory's latency best.
+# Warps of a program of the kernel that computes y element by element, if tiles are many or x is
+# channels-first. A thread then has 32 elements, which hides the memory's latency best.
 _APPLY_WARPS = 2
-# Warps of a program of the apply kernels in a channels-last forward with few tiles, and in every backward: 16
-# elements for each thread.
+# Warps of a program of the kernels that compute y or dx element by element, in a channels-last forward with
+# few tiles and in every backward: 16 elements for each thread.
 _APPLY_WARPS_OF_FEW_TILES = 4
-# A forward's apply kernel has few tiles if there are at most this many for each multiprocessor. If x is
-# channels-last, each of its programs then has ``_APPLY_WARPS_OF_FEW_TILES`` warps.
+# ``apply_kernel``, which computes y, has few tiles if there are at most this many for each multiprocessor. If
+# x is channels-last, each of its programs then has ``_APPLY_WARPS_OF_FEW_TILES`` warps.
 _APPLY_FEW_TILES = 12
-# Channels of a channels-last tile of the forward's apply kernel, if C is a multiple of this number.
+# Channels of a channels-last tile of ``apply_kernel``, which computes y, if C is a multiple of this number.
 # Otherwise a tile has 64 channels, or fewer if C is at most 32.
 _APPLY_CHANNELS = 128
-# Channels of a channels-last tile of the backward's apply kernel, which keeps five values of each channel
-# beside x and dy. With 64 channels a thread takes 48 registers. With 128 channels it took 71, and the
+# Channels of a channels-last tile of ``apply_grad_kernel``, which computes dx and keeps five values of each
+# channel beside x and dy. With 64 channels a thread takes 48 registers. With 128 channels it took 71, and the
 # programs did not all run at once.
 _APPLY_BACKWARD_CHANNELS = 64
 
@@ -89,10 +89,11 @@ _EACH_CHANNEL_BLOCK = 32
 # Maximum number of elements of a tile of (chunks, channels) in the two merge kernels, which combine the
 # results of all chunks of a group.
 _MERGE_TILE = 4096
-# Elements of a merge kernel's tile for each warp, in the forward.
+# Elements for each warp of a tile of the forward's kernel that merges the statistics of chunks.
 _MERGE_PER_WARP = 256
-# Elements of a merge kernel's tile for each warp, in the backward. A program has fewer warps than in the
-# forward. More warps would need more time to exchange their sums than they would save in additions.
+# Elements for each warp of a tile of the backward's kernel that merges the sums of chunks. A program has
+# fewer warps than in the forward. More warps would need more time to exchange their sums than they would save
+# in additions.
 _MERGE_BACKWARD_PER_WARP = 1024
 
 # --- walk: a program reads its group twice, the second time from L2

@@ -115,7 +115,8 @@ def empty_saved(x: Tensor, result: torch.dtype) -> tuple[Tensor, Tensor]:
 def _reference(call: LayerNormCall) -> tuple[Tensor, Tensor, Tensor]:
     """Computes ``layer_norm`` in plain PyTorch.
 
-    Returns y, centre and rstd. ``empty_saved`` says what the last two are. Only the backward needs them.
+    Returns y and, for the backward, ``centre`` (the mean of each row, as ``empty_saved`` explains) and
+    ``rstd`` (1 / deviation).
     """
     x = call.x
     u = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -159,8 +160,8 @@ def _norm_of(total: Tensor, call: AddCall) -> LayerNormCall:
 def _reference_of_sum(call: AddCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes ``add_layer_norm`` without total_bias in plain PyTorch.
 
-    Returns y, the sum, centre and rstd. ``empty_saved`` says what the last two are. Only the backward needs
-    them.
+    Returns y, the sum and, for the backward, ``centre`` (the mean of each row, as ``empty_saved`` explains)
+    and ``rstd`` (1 / deviation).
     """
     total = reference_add(call.x, call.residual, call.add_bias)
     y, centre, rstd = _reference(_norm_of(total, call))
@@ -179,7 +180,7 @@ def _fake_of_sum(call: AddCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _keep(ctx: Any, call: LayerNormCall | AddCall, normalized: Tensor, centre: Tensor, rstd: Tensor) -> None:
-    """Saves in autograd's ``ctx`` what the backward needs: the normalized tensor, centre, rstd and weight.
+    """Saves in ``ctx`` what the backward needs: the normalized tensor, centre (means), rstd and weight.
 
     The normalized tensor is x, or the sum with the residual. Of bias and add_bias only the dtypes are saved,
     because their gradients get these dtypes.

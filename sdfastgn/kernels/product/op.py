@@ -76,15 +76,15 @@ class _Kind(NamedTuple):
 # Maps the ``_Kind`` of a product to its fastest algorithm of cuBLASLt, or to None if PyTorch's own algorithm
 # is the fastest.
 _chosen: PlanCache[Algorithm | None] = PlanCache()
-# During a rehearsal in this thread (``chosen_after``): the kinds of the products that were recorded so far,
-# as keys. Otherwise None.
+# Inside the context ``chosen_after`` in this thread: a dict whose keys are the ``_Kind`` of each product that
+# was recorded so far. Otherwise None.
 _noted: contextvars.ContextVar[dict[_Kind, None] | None] = contextvars.ContextVar(
     "sdfastgn_noted_products", default=None
 )
 
 
 def is_choosing() -> bool:
-    """True during a rehearsal, and while a CUDA graph is captured after a rehearsal (``chosen_after``).
+    """True inside the context ``chosen_after``, and while a CUDA graph is captured after it has ended.
 
     If it is False, the functions of this file only call PyTorch's products.
     """
@@ -96,7 +96,7 @@ def is_choosing() -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes ``F.linear(x, weight, bias)``.
 
-    In CUDA graphs it uses the algorithm that a rehearsal has chosen.
+    In CUDA graphs it uses the fastest algorithm, which ``chosen_after`` has found before the capture.
 
     Args:
         x: (..., depth).
@@ -116,7 +116,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> None:
     """Computes ``total += x @ weight.T``, rounded once.
 
-    In CUDA graphs it uses the algorithm that a rehearsal has chosen.
+    In CUDA graphs it uses the fastest algorithm, which ``chosen_after`` has found before the capture.
 
     Args:
         total: (rows, columns), changed in place.
@@ -135,7 +135,7 @@ def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> None:
 def linear_e4m3(x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     """Computes ``(scales[0] * x) @ (scales[1] * weight).T`` for x (..., depth) and weight (columns, depth).
 
-    In CUDA graphs it uses the algorithm that a rehearsal has chosen.
+    In CUDA graphs it uses the fastest algorithm, which ``chosen_after`` has found before the capture.
 
     Returns (..., columns). The other arguments are as in ``scaled_product``, and so are the dtypes.
     """
@@ -154,7 +154,7 @@ def linear_of_rows(
 ) -> Tensor:
     """Computes ``row_scaled_product`` for x (..., depth) and one scale for each row, ``scales[0]`` (...).
 
-    In CUDA graphs it uses the algorithm that a rehearsal has chosen.
+    In CUDA graphs it uses the fastest algorithm, which ``chosen_after`` has found before the capture.
 
     Returns (..., columns). The other arguments are as in ``row_scaled_product``.
     """
@@ -171,8 +171,8 @@ def linear_of_rows(
 def add_linear_e4m3_(total: Tensor, x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor]) -> None:
     """Computes ``total += (scales[0] * x) @ (scales[1] * weight).T``.
 
-    In CUDA graphs it uses the algorithm that a rehearsal has chosen, which rounds the result once. Otherwise
-    the product is rounded before it is added.
+    In CUDA graphs it uses the fastest algorithm, which ``chosen_after`` has found before the capture, and
+    which rounds the result once. Otherwise the product is rounded before it is added.
 
     Args:
         total: (rows, columns), fp16 or bf16, contiguous, changed in place.
@@ -190,8 +190,8 @@ def _choice(
 ) -> tuple[Shape, Algorithm] | None:
     """Returns the arguments (shape, algorithm) of ``cublaslt.multiply``, or None if PyTorch must multiply.
 
-    Call it only if ``is_choosing()``. In a rehearsal (a call before a capture) it records the product and
-    returns None. The algorithms of recorded products are timed at the end of the rehearsal.
+    Call it only if ``is_choosing()``. Inside the context ``chosen_after`` it records the product and returns
+    None. The algorithms of recorded products are timed at the end of the context.
     """
     kind = _kind_of(x, weight, bias, total)
     return None if kind is None else _choice_for(kind)
@@ -261,7 +261,7 @@ def _kind_of(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | Non
 
 @contextmanager
 def chosen_after() -> Iterator[None]:
-    """A context for a rehearsal: it finds the fastest algorithms for the products inside.
+    """A context for a call of a model before a CUDA graph is captured. Finds the fastest algorithms.
 
     It records the products that the functions of this file compute on the current device. At its end it times
     the algorithms of each product, on the current stream, and remembers the fastest. Products that were timed
@@ -283,8 +283,8 @@ def chosen_after() -> Iterator[None]:
 def load_algorithms() -> None:
     """Load the code of the algorithms that ``chosen_after`` will time at its end.
 
-    Call it at the end of a rehearsal, while other threads compile kernels. The GPU's driver loads the code of
-    an algorithm when the algorithm first runs. This takes longer than timing all algorithms. Algorithms
+    Call it at the end of that context, while other threads compile kernels. The GPU's driver loads the code
+    of an algorithm when the algorithm first runs. This takes longer than timing all algorithms. Algorithms
     cannot be timed while kernels are compiled, because launches that come late would count as slow.
     """
     for kind in _noted.get() or ():
