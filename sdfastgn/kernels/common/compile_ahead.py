@@ -54,8 +54,8 @@ class _Rehearsal:
         prepared.join()
         with self._caches, contextlib.suppress(AttributeError):
             # Reading the kernel's entry in ``device_caches`` creates the kernel's cache for the device.
-            # Without the lock, two threads could create two caches. ``device_caches`` is private to Triton,
-            # and may be missing.
+            # Without the lock ``_caches``, two threads could create two caches. ``device_caches`` is private
+            # to Triton, and may be missing.
             launch.kernel.device_caches[self._device.index]
         with torch.cuda.device(self._device):  # the current device must be set: each thread has its own
             compiled = launch.kernel.warmup(
@@ -64,7 +64,8 @@ class _Rehearsal:
             try:
                 # Reading the attribute ``run`` of a compiled kernel loads the kernel on the device. It also
                 # builds the launcher by a C compiler, unless Triton's cache has the launcher. So the first
-                # launch finds both. Without the lock, several threads would build the same launcher.
+                # launch finds both. Without the lock ``launcher``, several threads would build the same
+                # launcher.
                 with launcher:
                     _ = compiled.run
             except Exception:

@@ -47,7 +47,7 @@ def plan_key(arguments: Iterable[Any], *more: Any) -> tuple[Any, ...]:
 
 
 class Plan(Protocol):
-    """The launches for calls with equal shapes, strides, dtypes, devices and other arguments.
+    """The launches of an op for calls with equal shapes, strides, dtypes, devices and other arguments.
 
     ``run`` only takes calls with valid arguments. Their tensors must not be empty, and must have layouts that
     kernels can read.
@@ -95,7 +95,7 @@ class Plans:
         self.tensors, self._values, self._numbers = picker(places), picker(values), picker(numbers)
 
     def key(self, call: Any, tensors: tuple[Tensor | None, ...], saves: bool = True) -> tuple[Any, ...]:
-        """Returns the key of ``call`` in the cache.
+        """Returns the key of ``call`` in the cache of plans.
 
         ``tensors``: the tensors of ``call``, from ``self.tensors(call)``. ``saves``: True if the plan must
         also return the results that only the backward needs (``run_and_save``).

@@ -174,8 +174,9 @@ caches_parametrizations: Callable[[], bool] = (
 # ---- functions of ``torch.nn.functional``, which stay the same if a user replaces them in that module
 
 _nn: Any = getattr(_C, "_nn", None)
-# These are PyTorch's own functions, which ``torch.nn.functional`` has until a user replaces them. If PyTorch
-# lacks the private name, the op in ``torch.ops.aten`` is called, which takes a microsecond longer.
+# PyTorch's own ``linear`` and ``scaled_dot_product_attention``, which ``torch.nn.functional`` has until a
+# user replaces them. If PyTorch lacks the private name, the op in ``torch.ops.aten`` is called, which takes a
+# microsecond longer.
 linear: Callable[..., Tensor] = getattr(_nn, "linear", torch.ops.aten.linear.default)
 scaled_dot_product_attention: Callable[..., Tensor] = getattr(
     _nn, "scaled_dot_product_attention", torch.ops.aten.scaled_dot_product_attention.default
@@ -406,7 +407,7 @@ def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
     before = []
     for place in places:
         before.append(place.fp32_precision)
-        # If the value of an object is "none", reading it returns the value of a more general object.
+        # If ``fp32_precision`` of an object is "none", reading it returns the value of a more general object.
         # The loop has already set the more general objects to "none", so it reads and saves "none" here.
         place.fp32_precision = "none"
     try:

@@ -78,8 +78,8 @@ _PARAMETER_TILE = (32, 32)
 # its channels. With more, samples are divided into parts for several programs, and a second launch adds up
 # the parts' sums.
 _PARAMETER_MOST_TILES = 16
-# Minimum number of tiles of samples in a part. With fewer there would be more parts, and the second launch,
-# which adds up the parts' sums, would take too long.
+# Minimum number of tiles of samples in a part of the samples that one program sums. With fewer tiles there
+# would be more parts, and the second launch, which adds up the parts' sums, would take too long.
 _PARAMETER_MIN_TILES = 8
 # Programs of ``parameter_grad_kernel`` for each multiprocessor if samples are divided into parts.
 _PARAMETER_PROGRAMS_PER_SM = 2

@@ -66,9 +66,9 @@ from sdfastgn.kernels.common.tiles import (
 )
 from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum, update_average
 
-# The strides, which the kernels name in Triton's ``do_not_specialize``. Sizes that are named there do not
-# become part of the compiled kernel, so a new resolution compiles few kernels. Constants tell the compiler
-# what it must know about a size. For example, kernels in which C is no constant have the constant
+# Names of the kernels' stride arguments, for Triton's ``do_not_specialize``. Sizes that are named there do
+# not become part of the compiled kernel, so a new resolution compiles few kernels. Constants tell the
+# compiler what it must know about a size. For example, kernels in which C is no constant have the constant
 # ``C_FACTOR``, a power of 2 that divides C.
 _STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
 # ``small_kernel`` subtracts a pivot, the group's first value, before it sums values and their squares. If

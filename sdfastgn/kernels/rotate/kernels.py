@@ -31,7 +31,7 @@ def _normalized(x, mean, rest, factor, weight_ptr, bias_ptr, at, mask, LAYER: tl
     """Returns (x - mean - rest) * factor * weight + bias, the normalized elements ``x`` of rows.
 
     Without ``LAYER``, mean and rest are not subtracted, as in an RMS norm. ``at``: the columns of the
-    elements. ``rest``: the rounding error of the mean.
+    elements. ``rest``: the rounding error of the mean. ``factor``: 1 / deviation, or 1 / root mean square.
     """
     if LAYER:
         x = x - mean - rest
