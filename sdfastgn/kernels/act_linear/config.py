@@ -54,7 +54,7 @@ class TileConfig:
         return ceil_div(N, self.block_n) * ceil_div(C, self.block_c)
 
     def is_even(self, K: int) -> bool:
-        """True if each iteration of the loop has whole blocks, so that no element is masked along K."""
+        """True if each iteration of the kernel's loop has whole blocks, so that nothing is masked along K."""
         return K % (self.block_k * self.steps) == 0
 
 
@@ -82,7 +82,7 @@ def tile_config(N: int, C: int, K: int, itemsize: int, vector: int, num_sms: int
 
 
 def _fitting_block(K: int, widest: int, narrowest: int) -> int:
-    """The largest block, from ``widest`` elements down to ``narrowest``, that leaves few lanes idle.
+    """Size of the largest block, from ``widest`` elements to ``narrowest``, that leaves few lanes idle.
 
     Lanes are idle if the last block goes beyond the end of a row of ``K`` elements. If a row is not longer
     than ``narrowest``, one block covers it, and may be smaller than ``narrowest``.

@@ -42,7 +42,7 @@ def _at(sample, row, sample_stride, row_stride, c, VECTOR: tl.constexpr):
 
 @triton.jit
 def _centred(u, in_row, D: tl.constexpr, WIDE: tl.constexpr):
-    """Returns u minus the mean of its row, and 0 in the padding behind the end of the row."""
+    """Subtracts from each row of ``u`` its mean. The padding behind the end of a row becomes 0."""
     return tl.where(in_row, u - row_sum(u, WIDE) / D, 0.0)
 
 

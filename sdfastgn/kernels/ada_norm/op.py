@@ -108,7 +108,7 @@ def reference_ada_norm(call: AdaNormCall) -> tuple[Tensor | None, Tensor | None]
 def _normalized(u: Tensor, norm: Norm) -> Tensor:
     if norm.kind == "layer":
         u = u - u.mean(-1, keepdim=True)
-        u = u - u.mean(-1, keepdim=True)  # removes the rounding error of the first mean
+        u = u - u.mean(-1, keepdim=True)  # this second mean is the rounding error of the first
     y = u if norm.kind == "none" else u * torch.rsqrt(u.square().mean(-1, keepdim=True) + norm.eps)
     y = y if norm.weight is None else y * norm.weight.to(u.dtype)
     return y if norm.bias is None else y + norm.bias.to(u.dtype)
@@ -118,7 +118,7 @@ def _normalized(u: Tensor, norm: Norm) -> Tensor:
 
 
 def _has_kernel(call: AdaNormCall) -> bool:
-    """True if x has elements, and its rows fit into registers and can be numbered by int32."""
+    """True if the kernel can run: x is not empty, rows fit into registers, and int32 can number them."""
     x = call.x
     return 0 < x.numel() <= MAX_OFFSET * x.shape[-1] and fits_registers(x.shape[-1])
 

@@ -21,7 +21,7 @@ _STRIDED = ("x", "branch", "gate", "factor", "offset")
 
 
 class AdaNormPlan:
-    """The launch for calls with equal shapes, strides, dtypes, device and other arguments."""
+    """The launch of ``ada_norm`` for calls with equal shapes, strides, dtypes, device and other arguments."""
 
     __slots__ = ("has_total", "has_y", "in_e4m3", "launch", "shape", "strides")
 

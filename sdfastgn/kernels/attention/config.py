@@ -27,8 +27,8 @@ VECTOR = 8
 _MAX_SCORE_BYTES = 64 * 2**20
 # Rows and columns of a tile of cuBLAS's matrix products.
 _TILE = 128
-# Minimum number of keys of a part, if the keys are divided into parts for the second product. With smaller
-# parts, adding up the partial products takes too long.
+# Minimum number of keys of a part, if the keys are divided into parts for the product weights x values. With
+# smaller parts, adding up the partial products takes too long.
 _MIN_KEYS_OF_A_PART = 512
 # Maximum length of a row of scores, in elements, that a program of the softmax keeps in registers.
 _MAX_IN_REGISTERS = 16384
@@ -46,8 +46,8 @@ _DIVIDE_BLOCK = 1024
 _DIVIDE_PER_WARP = 256
 # PyTorch has flash-attention kernels for heads of at most this number of channels.
 _MAX_FLASH_CHANNELS = 256
-# Attention in chunks runs only if there are at least this many queries and this many keys. With fewer it is
-# not faster than PyTorch's attention, because each chunk takes four launches.
+# Attention in chunks of queries runs only if there are at least this many queries and this many keys. With
+# fewer it is not faster than PyTorch's attention, because each chunk takes four launches.
 _MIN_TOKENS = 1024
 
 # A chunk is a set of queries whose attention is computed at once. The chunk (b0, b1, r0, r1) has the queries
@@ -64,7 +64,7 @@ class ChunksConfig:
         rows: number of queries of each head in a chunk. If ``matrices`` > 1, a chunk has all queries of its
             heads.
         pitch: elements between the starts of neighboring rows of scores: the number of keys, and padding.
-        splits: number of parts into which the keys are divided in the second product.
+        splits: number of parts into which the keys are divided for the product weights x values.
     """
 
     matrices: int
@@ -104,7 +104,7 @@ def chunks_config(count: int, L: int, keys: int, D: int, num_sms: int) -> Chunks
 
 
 def _splits(rows: int, keys: int, D: int, num_sms: int) -> int:
-    """Number of parts into which the keys are divided for the second product: a power of 2.
+    """Number of parts into which the keys are divided for the product weights x values: a power of 2.
 
     The number is doubled as long as all parts together have at most one tile per multiprocessor, and each
     part has at least ``_MIN_KEYS_OF_A_PART`` keys and a multiple of ``VECTOR`` keys.
@@ -143,7 +143,7 @@ def divide_config(D: int) -> tuple[int, int]:
 
 
 def pays(L: int, keys: int, D: int) -> bool:
-    """True if attention in chunks is faster than PyTorch's attention, for heads of ``D`` channels.
+    """True if attention in chunks of queries is faster than PyTorch's, for heads of ``D`` channels.
 
     It is faster for more than 256 channels, because PyTorch has no fast kernel for such heads. But D must be
     a multiple of 8, because otherwise matrix products are slow. And there must be at least ``_MIN_TOKENS``

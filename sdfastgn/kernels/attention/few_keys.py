@@ -138,7 +138,7 @@ _launches: PlanCache[Launch | None] = PlanCache()
 
 def _make_launch(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Launch:
     """Make the launch with one program for each ``block_m`` queries of each head."""
-    from sdfastgn.kernels.attention import few_keys_kernels  # imported here, because this module needs Triton
+    from sdfastgn.kernels.attention import few_keys_kernels  # imported late: few_keys_kernels.py needs Triton
 
     N, H, L, D = q.shape
     config = attention_config(D, k.shape[2])

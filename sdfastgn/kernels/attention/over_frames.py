@@ -40,7 +40,7 @@ from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.common.plan_cache import PlanCache, plan_key
 from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 
-# Number of rows of a tile: on Hopper, four warps multiply 64 rows at once.
+# Number of tokens of a tile. On Hopper, four warps multiply 64 rows of a matrix at once.
 _ROWS = 64
 _NUM_WARPS = 4
 # Maximum number of channels that a program holds at once, and of channels of a head.
@@ -119,7 +119,8 @@ def tokens_within(q: Tensor, k: Tensor, v: Tensor) -> bool | None:
     """
     if q.dim() != 4 or not q.shape == k.shape == v.shape or len(q) < _LEAST_SAMPLES:
         return None
-    # The kernel is faster than others if its tiles have several samples. Here a tile would have only one.
+    # The kernel is faster than PyTorch's attention only if a tile has the tokens of several samples. Here a
+    # tile would have one sample.
     if 2 * next_power_of_2(q.shape[2]) > _ROWS:
         return None
     for outer, inner in ((2, 0), (0, 2)):
@@ -177,7 +178,7 @@ def _make_launch(
     scale: float | None,
 ) -> Launch:
     """Make the launch with one program for each tile of pixels of each head."""
-    # This module is imported here, because it needs Triton.
+    # ``over_frames_kernels.py`` is imported only here, because it needs Triton.
     from sdfastgn.kernels.attention import over_frames_kernels
 
     N, H, tokens, D = q.shape

@@ -70,8 +70,8 @@ def _frames_attention_kernel(
         q = tl.load(q_row + (c + d), mask=mask, other=0.0)
         k = tl.load(k_row + (c + d), mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), scores)
-    # Only scores of the same pixel are kept. Each row keeps at least one score, the one with the pixel's
-    # first frame. So the maximum of a row is never -inf, and the softmax is not NaN.
+    # Only the scores of a query and a key of the same pixel are kept. Each row keeps at least one score, the
+    # one with the pixel's first frame. So the maximum of a row is never -inf, and the softmax is not NaN.
     kept = (pixel[:, None] == pixel[None, :]) & (frame < T)[None, :]
     if CAUSAL:
         kept = kept & (frame[None, :] <= frame[:, None])

@@ -37,12 +37,12 @@ from sdfastgn.kernels.common import dispatch, private
 from sdfastgn.kernels.common.checks import as_float, check_device, check_floating
 from sdfastgn.kernels.common.private import is_tracing
 
-# Attention runs in chunks only for these dtypes.
+# Attention runs in chunks of queries only for these dtypes.
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 def reference_wide_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Runs PyTorch's attention, for calls that do not run in chunks.
+    """Runs PyTorch's attention, for calls that do not run in chunks of queries.
 
     q is (N, heads, L, D), k and v are (N, heads, keys, D). Returns (N, heads, L, D).
     """
@@ -119,11 +119,11 @@ def wide_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = Non
 
 
 def runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if attention in chunks can run and is faster than PyTorch's attention."""
+    """True if attention in chunks of queries can run and is faster than PyTorch's attention."""
     return (
         not torch.compiler.is_dynamo_compiling()
-        and not is_tracing()  # under torch.jit.trace, sizes are tensors and not numbers
-        and torch.version.hip is None  # only NVIDIA's cuBLAS multiplies 16-bit matrices to fp32 results
+        and not is_tracing()  # under torch.jit.trace, sizes are tensors and cannot decide anything
+        and torch.version.hip is None  # AMD's GPUs cannot multiply 16-bit matrices to fp32 results
         # ``pays`` comes before the slower checks. It is False for heads of at most 256 channels, which UNets
         # usually have. So UNets go on to PyTorch's attention without the slower checks.
         and pays(q.shape[-2], k.shape[-2], q.shape[-1])
@@ -136,7 +136,7 @@ def runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _in_chunks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    # This module is imported here, because it needs Triton.
+    # ``wide_heads_kernels.py`` is imported only here, because it needs Triton.
     from sdfastgn.kernels.attention.wide_heads_kernels import launch_wide_attention
 
     try:

@@ -234,7 +234,7 @@ def _launch(
     softmax(stream, scratch, weights, sums)
 
     left, right = weights[: matrices * rows * pitch].view(matrices, rows, pitch)[:, :, :keys], v[b0:b1]
-    if splits > 1:  # the chunk has one head; each part of its keys becomes one product of a batched product
+    if splits > 1:  # the keys of a head are divided: a batched product, one matrix for each part
         left, right = left[0].unflatten(1, (splits, -1)).transpose(0, 1), right[0].unflatten(0, (splits, -1))
     _multiply(left, right, scratch[: left.shape[0] * rows * D].view(-1, rows, D))
     first = b0 * q.shape[1] + r0
@@ -245,5 +245,5 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Computes out = a @ b for batches of matrices. a and b are 16-bit, out is fp32."""
     if a.is_cuda:
         torch.ops.aten.bmm.dtype_out(a, b, torch.float32, out=out)
-    else:  # on a CPU, PyTorch cannot multiply 16-bit matrices to an fp32 result
+    else:  # on a CPU, PyTorch gives fp32 results only for fp32 matrices
         out.copy_(torch.bmm(a.float(), b.float()))

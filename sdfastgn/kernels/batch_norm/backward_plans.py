@@ -41,7 +41,7 @@ class BatchNormGradPlan:
     __slots__ = ("apply", "merge", "partials", "reads_dz", "small", "sums")
 
     def __init__(self, call: BatchNormGradCall, count: int | None = None) -> None:
-        """Prepares the launches.
+        """Prepares the launches of BatchNorm's backward for calls like ``call``.
 
         ``count``: number of values of a channel in all processes. None if one process has the whole batch.
         """
@@ -52,8 +52,9 @@ class BatchNormGradPlan:
         self.sums: Launch | None = None
         self.merge: Launch | None = None
         self.apply: Launch | None = None
-        # dz is stored in the residual's dtype. If this dtype cannot hold all values of the dtype of x, the
-        # stored dz is not exact enough for dx. Then ``apply`` computes dz again, from dy and the residual.
+        # dz, the gradient of the residual, is stored in the residual's dtype. If this dtype cannot hold all
+        # values of the dtype of x, the stored dz is not exact enough for dx. Then ``apply`` computes dz
+        # again, from dy and the residual.
         residual = call.residual
         self.reads_dz = (
             call.dresidual
@@ -103,7 +104,7 @@ class BatchNormGradPlan:
     def _launch(
         self, call: BatchNormGradCall, dx: Tensor | None, dz: Tensor | None, shared: Shared | None
     ) -> tuple[Any, Any]:
-        """Fills ``dx`` and ``dz`` on the current device, which must be the device of ``call.x``.
+        """Fills ``dx`` and ``dz``, the gradients of x and of the residual. The device of x must be current.
 
         Returns dweight and dbias (C,) in fp32, or None for both if no kernel computes them.
         """
@@ -151,7 +152,7 @@ def _merge(call: BatchNormGradCall, partials: int) -> Launch:
 def _apply(call: BatchNormGradCall, rows: Rows, count: int, *, behind: bool, reads_dz: bool) -> Launch:
     """The launch that computes dx.
 
-    ``count``: number of values of a channel. ``behind``: True if the sums kernel runs before this launch.
+    ``count``: number of values of a channel. ``behind``: True if ``sums_kernel`` runs before this launch.
     ``reads_dz``: True if the launch reads dz, the gradient of the activation's argument, instead of dy and
     the residual.
     """

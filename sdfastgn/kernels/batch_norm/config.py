@@ -47,16 +47,17 @@ _SMALL_PER_WARP = 1024
 # Maximum number of channels of a program of a merge kernel, which combines all partial results of a channel.
 # In fp32 these channels are a whole 32-byte sector of memory.
 _MERGE_CHANNELS = 8
-# Minimum number of channels of a program of a merge kernel, if channels have many partial results.
+# Minimum number of channels of a program of a kernel that merges the partial results of channels, if there
+# are many for each channel.
 _MERGE_MIN_CHANNELS = 2
-# Maximum number of elements of a merge kernel's tile of (partial results, channels). A program that needs
-# several tiles waits for memory at each tile.
+# Maximum number of elements of a tile of (partial results, channels) of a kernel that merges partial results.
+# A program that needs several tiles waits for memory at each tile.
 _MERGE_TILE = 8192
-# Number of elements of a merge kernel's tile for each warp: 16 for each lane.
+# Number of elements for each warp of a tile of a kernel that merges partial results: 16 for each lane.
 _MERGE_PER_WARP = 512
-# Maximum number of partial results of a channel that one tile of a merge kernel holds, with
-# ``_MERGE_CHANNELS`` channels in the tile. If a channels-last backward has more, each program first adds up
-# the sums of its warps.
+# Maximum number of partial results of a channel that one tile of a merging kernel holds, with
+# ``_MERGE_CHANNELS`` channels in the tile. If a channels-last backward has more, each program that makes
+# partial results first adds up the sums of its warps.
 MERGED_AT_ONCE = _MERGE_TILE // _MERGE_CHANNELS
 
 
@@ -135,7 +136,7 @@ def small_config(rows: Rows, C: int, num_sms: int, *, backward: bool = False) ->
         most = _SMALL_BACKWARD_MAX_ELEMENTS
     elif not backward and num_sms / _SMALL_ALONE_PART <= ceil_div(C, block) <= num_sms:
         most = _SMALL_MAX_ALONE
-    if outer * block > most or positions * C >= 2**31:  # offsets are int32
+    if outer * block > most or positions * C >= 2**31:  # offsets are int32, so x has below 2^31 elements
         return None
     lanes = min(outer, WARP_LOAD // block)
     num_warps = min(next_power_of_2(ceil_div(outer * block, _SMALL_PER_WARP)), outer // lanes)
@@ -145,8 +146,8 @@ def small_config(rows: Rows, C: int, num_sms: int, *, backward: bool = False) ->
 def merge_config(partials: int, C: int) -> MergeConfig:
     """The configuration of a kernel that merges ``partials`` partial results of each of C channels."""
     channels = min(_MERGE_CHANNELS, next_power_of_2(C))
-    # With fewer channels, several programs read the same sector of memory. This takes less time than if a
-    # program needed a second tile.
+    # With fewer than ``_MERGE_CHANNELS`` channels, several programs read the same sector of memory. But this
+    # takes less time than a second tile in each program.
     while channels > _MERGE_MIN_CHANNELS and partials * channels > _MERGE_TILE:
         channels //= 2
     block = min(next_power_of_2(partials), _MERGE_TILE // channels)

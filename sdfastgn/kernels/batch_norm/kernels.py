@@ -161,9 +161,9 @@ def batch_apply_grad_kernel(
 ):  # fmt: skip
     """A program computes dx for ``BLOCK_C`` columns at ``BLOCK_HW`` rows.
 
-    With scale = weight / sqrt(var + eps), dx is scale * (dz - dbias / positions - xhat * dweight /
-    positions), or scale * dz if ``dweight`` is None. Rows, columns, numbers and constants mean the same as in
-    ``batch_apply_kernel``.
+    dz is the gradient of the activation's argument, xhat the normalized x. With scale = weight /
+    sqrt(var + eps), dx is scale * (dz - dbias / positions - xhat * dweight / positions), or scale * dz if
+    ``dweight`` is None. Rows, columns, numbers and constants mean the same as in ``batch_apply_kernel``.
     """
     # The first programs take the last rows, which ``sums_kernel`` has left in L2.
     pid = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -179,7 +179,8 @@ def normalize(name: str, call: BatchNormCall, *, fused: bool = True) -> Tensor:
         y, mean, var = BATCH_NORM(call, name)
     else:
         BATCH_NORM.check(name, call)
-        # torch.compile cannot trace ``_replace`` before PyTorch 2.9.
+        # The new call is made from all operands, because torch.compile before PyTorch 2.9 cannot trace
+        # ``_replace``.
         operands = call.x, call.weight, call.bias, call.residual, call.mean, call.var
         y, mean, var = BATCH_NORM(BatchNormCall(*operands, call.eps, 0.0, call.activation), name)
     # If a kernel could not be compiled, sdfastgn has turned the op off, and ``reference_batch_norm`` has
@@ -193,7 +194,7 @@ def normalize(name: str, call: BatchNormCall, *, fused: bool = True) -> Tensor:
 def _is_contiguous(t: Any) -> bool:
     try:
         return bool(t.is_contiguous())
-    except (AttributeError, RuntimeError):  # no tensor, or one without strides
+    except (AttributeError, RuntimeError):  # ``t`` is no tensor, or has no strides
         return False
 
 
@@ -206,7 +207,7 @@ def _update_running(call: BatchNormCall, mean: Tensor, var: Tensor) -> None:
 
 @torch.no_grad()
 def update_average(running: Tensor | None, value: Tensor, momentum: float) -> None:
-    """Updates the running average in place with ``value``, unless ``running`` is None."""
+    """Updates ``running`` in place: to (1 - momentum) * running + momentum * value. None stays None."""
     if running is not None:
         running.copy_((1 - momentum) * running.to(value.dtype) + momentum * value.detach())
 

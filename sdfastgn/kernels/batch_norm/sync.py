@@ -31,7 +31,8 @@ def check_group(name: str, process_group: Any) -> None:
     if process_group is None or (isinstance(process_group, str) and process_group == WORLD):
         return
     if dist.is_available():
-        outside = dist.GroupMember.NON_GROUP_MEMBER  # result of ``dist.new_group`` in other processes
+        # In processes that are not in the new group, ``dist.new_group`` returns ``NON_GROUP_MEMBER``.
+        outside = dist.GroupMember.NON_GROUP_MEMBER
         if process_group == outside or isinstance(process_group, dist.ProcessGroup):
             return
     raise ValueError(f'{name}: process_group must be a group or "{WORLD}", got {process_group!r}')
@@ -54,7 +55,7 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.numel() == 0:
         return x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
     if dispatch.runs_in_triton(x):
-        from sdfastgn.kernels.batch_norm.plans import launch_moments  # needs Triton
+        from sdfastgn.kernels.batch_norm.plans import launch_moments  # imported late: plans.py needs Triton
 
         try:
             return launch_moments(x)
@@ -92,7 +93,8 @@ def _total(group: Any, dweight: Tensor, dbias: Tensor) -> tuple[Tensor, Tensor]:
 def _grads(call: BatchNormGradCall, shared: Shared) -> Gradients:
     op, x = "batch_norm_backward", call.x
     if x.numel() and dispatch.runs_in_triton(x) and not dispatch.is_op_off(op, x):
-        from sdfastgn.kernels.batch_norm.backward_plans import launch_shared_grads  # needs Triton
+        # ``backward_plans.py`` is imported only here, because it needs Triton.
+        from sdfastgn.kernels.batch_norm.backward_plans import launch_shared_grads
 
         try:
             return launch_shared_grads(call, shared)

@@ -50,8 +50,9 @@ def _channel_norm_grad_kernel(
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         norm, n = divisor(x, eps, WIDE)
-        # In rows beyond the last one, x and dy are 0. If eps is 0 then n is 0 too, and x / n is NaN. So xhat
-        # and dz are set to 0 there. Otherwise the NaN would get into the sums over rows.
+        # In rows beyond the last one, x and dy are 0. If eps is 0, such a row is divided by its norm 0, which
+        # gives NaN. So xhat (the normalized x) and dz (the gradient) are set to 0 there. Otherwise the NaN
+        # would get into the sums over rows.
         xhat = tl.where(mask, x / n, 0.0)
         dz = tl.where(mask, activation_grad(dy, xhat * scale * weight + bias, ACTIVATION, PAIRS), 0.0)
         if WEIGHT_GRAD:

@@ -29,9 +29,9 @@ from sdfastgn.kernels.layer_norm.kernels import row_sum, tile_column, tile_row
 
 @triton.jit
 def divisor(x, eps, WIDE: tl.constexpr, added=0.0):
-    """Returns the norm of each row, which is sqrt(sum of squares + ``added``), and max(norm, eps).
+    """Returns two values for each row: its norm, sqrt(sum of squares + ``added``), and max(norm, eps).
 
-    ``x``: a tile of rows. Its masked elements must be 0.
+    ``x``: a tile of rows. Its masked elements must be 0. ``added``: a number; 0 for the Euclidean norm.
     """
     norm = square_root(row_sum(x * x, WIDE) + added)
     return norm, tl.where(norm < eps, eps, norm)

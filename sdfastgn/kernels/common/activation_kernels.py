@@ -56,7 +56,8 @@ def _sigmoid(z, PAIRS: tl.constexpr):
         else:
             a, b = tl.split(tl.reshape(e, (e.shape[0], e.shape[1], e.shape[2], e.shape[3] // 2, 2)))
         r = _reciprocal(a * b)
-        # The result must be 0 where exp(-z) is cut off: silu multiplies it by z, which may be -inf or -1e30.
+        # sigmoid(z) must be 0 where exp(-z) is cut off, because silu multiplies it by z, which may be -inf or
+        # -1e30.
         s = tl.where(t < 60.0, tl.reshape(tl.join(r * b, r * a), e.shape), 0.0)
     else:
         s = _reciprocal(1 + exp2(z * -1.4426950408889634))
@@ -134,7 +135,7 @@ def activation_grad(dy, z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
     """
     dz = dy
     if ACTIVATION == "relu":
-        dz = tl.where(z <= 0, 0.0, dy)  # the gradient is dy where z is NaN, as in PyTorch
+        dz = tl.where(z <= 0, 0.0, dy)  # as in PyTorch, ReLU's gradient is dy where z is NaN
     elif ACTIVATION == "silu":
         s, rest = _sigmoid_and_rest(z, PAIRS)
         dz = dy * s * (1 + z * rest)
@@ -143,8 +144,8 @@ def activation_grad(dy, z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
         dz = dy * (cdf + z * 0.3989422804014327 * tl.exp(-0.5 * z * z))
     elif ACTIVATION == "gelu_tanh":
         s, rest = _sigmoid_and_rest(1.5957691216057308 * (z + 0.044715 * z * z * z), PAIRS)
-        # s * rest is multiplied before the powers of z, because it is 0 for large z. The cube of a large z
-        # does not fit into fp32.
+        # With s = sigmoid(w) and rest = 1 - s, s * rest is computed before it is multiplied by powers of z.
+        # For large z it is 0, and z cubed can overflow fp32.
         dz = dy * (s + s * rest * z * (1.5957691216057308 + 0.2140644488078421 * z * z))
     elif ACTIVATION == "mish":
         e, r = _mish_parts(z)

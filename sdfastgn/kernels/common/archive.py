@@ -35,38 +35,40 @@ import torch
 from sdfastgn.kernels.common.gpu import triton
 from sdfastgn.kernels.common.private import current_device
 
-# Environment variable with the path of an archive that is read before the first kernel is compiled.
+# Environment variable with the path of an archive of compiled kernels, which is read before the first kernel
+# is compiled.
 VARIABLE = "SDFASTGN_KERNEL_ARCHIVE"
-# The optional package with archives (integrations/compiled). It is used if the environment variable
-# SDFASTGN_KERNEL_ARCHIVE is not set.
+# Name of the optional package that contains archives of compiled kernels (integrations/compiled). Archives
+# are read from the package if the environment variable SDFASTGN_KERNEL_ARCHIVE is not set.
 PACKAGE = "sdfastgn_compiled"
 _MANIFEST = "manifest.json"
-# Version of the archive's layout.
+# Version of the layout of an archive of compiled kernels.
 _FORMAT = 2
-# The path of a kernel's file in the archive: the kernel's hash, then the file's name in Triton's cache. The
-# suffixes mean: code for NVIDIA's GPUs, code for AMD's GPUs, Triton's description.
+# Pattern of the path of a file in an archive of compiled kernels: the kernel's hash, then the file's name in
+# Triton's cache. The suffixes mean: code for NVIDIA's GPUs, code for AMD's GPUs, Triton's description of the
+# kernel.
 _MEMBER = re.compile(r"([0-9a-f]{64})/(\w{1,150}\.(?:cubin|hsaco|json))")
 # Maximum length of a kernel's name in Triton's file names.
 _LONGEST_NAME = 150
-# Errors that ``zipfile`` and ``json`` raise for damaged files, and errors from reading a wrong manifest. An
-# OSError comes from a seek to a negative position in the file.
+# Errors that mean that an archive file is damaged: ``zipfile``, ``json`` or the code that reads the manifest
+# raises them. An OSError comes from a seek to a negative position in the file.
 _DAMAGED = (
     zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError, ValueError, AttributeError, RuntimeError,
     OSError,
 )  # fmt: skip
 
-# Says for each device, in words, whether ``add_archives`` has loaded an archive for it, or why not. None if
-# there is no archive.
+# Maps a device to a text that says whether ``add_archives`` has loaded an archive of compiled kernels for it,
+# or why not. The value is None if there is no archive.
 _states: dict[torch.device, str | None] = {}
 _lock = threading.Lock()
 
 
 class ArchiveError(ValueError):
-    """Raised if an archive cannot be used here. The message names the file, and what is wrong with it."""
+    """Raised if an archive of compiled kernels cannot be read, or does not fit this GPU, Triton or source."""
 
 
 class Imported(NamedTuple):
-    """Result of ``load``.
+    """Numbers of kernels in an archive that was loaded into Triton's cache: the result of ``load``.
 
     ``added``: number of kernels that were added to Triton's cache. ``present``: number of kernels that the
     cache had already.
@@ -77,7 +79,7 @@ class Imported(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """All on which the code of a compiled kernel depends, apart from Triton's own files.
+    """What determines the code of a compiled kernel, apart from Triton's own files.
 
     Attributes:
         name: the name of the kernel's function.
@@ -94,7 +96,7 @@ class Kernel(NamedTuple):
 
 
 class _Hashed(NamedTuple):
-    """Takes the place of an object of Triton when a kernel's name is computed. Has only the object's hash."""
+    """Replaces Triton's source, target or options when a kernel's name is computed, by their hash alone."""
 
     value: str
 
@@ -103,7 +105,7 @@ class _Hashed(NamedTuple):
 
 
 def can_record() -> bool:
-    """True if this version of Triton has the function ``get_cache_key``, which archives need."""
+    """True if Triton has the function ``get_cache_key``, by which archives compute the names of kernels."""
     from triton.runtime import cache
 
     return hasattr(cache, "get_cache_key")
@@ -167,7 +169,7 @@ def export(path: Path, capability: tuple[int, int], recorded: dict[str, Kernel])
 
 
 def _entry(name: str) -> zipfile.ZipInfo:
-    """A compressed file of the archive, without a date, so that equal kernels make equal archives."""
+    """A compressed file of an archive, without a date, so that equal kernels make equal archives."""
     entry = zipfile.ZipInfo(name)
     entry.compress_type = zipfile.ZIP_DEFLATED
     return entry
@@ -246,7 +248,7 @@ def _add(device: torch.device) -> str | None:
         if path is None:
             return None
         found = load(path, device)
-    except Exception as error:  # whatever is wrong with an archive, kernels can still be compiled
+    except Exception as error:  # without the archive, kernels are compiled as usual
         warnings.warn(f"{where}: {error}. Kernels are compiled instead.", stacklevel=2)
         return f"compiled kernels of {where} not used: {error}"
     return f"compiled kernels from {where}: {sum(found)}"
@@ -269,7 +271,7 @@ def _packaged(device: torch.device) -> Path | None:
 
 
 def _conditions(capability: tuple[int, int]) -> dict[str, Any]:
-    """What must be equal on the machine that makes an archive and the machine that uses it."""
+    """The properties that must be equal on the machine that makes an archive and the one that uses it."""
     return {
         "format": _FORMAT,
         "compute capability": "{}.{}".format(*capability),
@@ -309,7 +311,8 @@ def _read(path: Path, device: torch.device) -> list[tuple[Kernel, dict[str, Any]
 
     Raises ArchiveError if the archive is damaged, or does not fit this GPU, Triton or source.
     """
-    # An OSError of this line means that the file cannot be opened. It does not mean that the file is damaged.
+    # ``path.open`` raises OSError if the file cannot be opened. The caller gets this error as it is, because
+    # the archive may be undamaged.
     with path.open("rb") as file:
         try:
             return _kernels_in(zipfile.ZipFile(file), device)

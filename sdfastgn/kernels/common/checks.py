@@ -21,7 +21,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def as_index(name: str, label: str, value: Any) -> int:
     """Returns ``value`` as an int. Raises TypeError if it is not an integer, or if it is a bool."""
-    # torch.compile before 2.10 would break the graph at ``contextlib.suppress``.
+    # This is ``try`` instead of ``contextlib.suppress``, at which torch.compile before 2.10 breaks the graph.
     try:
         if not isinstance(value, bool):
             return operator.index(value)
@@ -106,7 +106,8 @@ def check_operand(name: str, label: str, t: Any, x: Tensor, *shapes: tuple[int, 
     if t is None:
         return
     check_floating(name, label, t)
-    # With dynamic shapes torch.compile can compare sizes by ``!=``, one by one, but not by ``in``.
+    # Each shape is compared by ``!=``, because torch.compile with dynamic shapes cannot compare shapes by
+    # ``in``.
     if all(tuple(t.shape) != shape for shape in shapes):
         *others, last = map(str, shapes)
         allowed = f"{', '.join(others)} or {last}" if others else last

@@ -1,4 +1,4 @@
-"""Compile all kernels of a call in parallel threads, before their first launch."""
+"""Compiles in parallel threads all Triton kernels that a function would launch, such as a model's forward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_THREADS = 16
 
 
 class _Rehearsal:
-    """Compiles the kernels that a running call would launch, each once, in a pool of threads."""
+    """Compiles the kernels that a running function would launch, each once, in a pool of threads."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -36,8 +36,8 @@ class _Rehearsal:
         self._caches = threading.Lock()
 
     def add(self, launch: Any, dtypes: tuple[torch.dtype | None, ...]) -> None:
-        # Launches of a kernel that differ only in numbers use the same compiled kernel. So the key of a
-        # compilation has no numbers.
+        # Launches of a kernel that differ only in the values of its numeric arguments use the same compiled
+        # kernel. So the key of a compilation has no such values.
         key = (launch.kernel, dtypes, *launch.constants.values(), *launch.options.values())
         if key in self.jobs:
             return
@@ -54,17 +54,18 @@ class _Rehearsal:
         prepared.join()
         with self._caches, contextlib.suppress(AttributeError):
             # Reading the kernel's entry in ``device_caches`` creates the kernel's cache for the device.
-            # Without the lock, two threads could create two caches. ``device_caches`` is private to Triton,
-            # and may be missing.
+            # Without the lock ``_caches``, two threads could create two caches. ``device_caches`` is private
+            # to Triton, and may be missing.
             launch.kernel.device_caches[self._device.index]
-        with torch.cuda.device(self._device):  # the current device is a setting of each thread
+        with torch.cuda.device(self._device):  # the current device must be set: each thread has its own
             compiled = launch.kernel.warmup(
                 *dtypes, *launch.numbers, grid=(1,), **launch.constants, **launch.options
             )
             try:
                 # Reading the attribute ``run`` of a compiled kernel loads the kernel on the device. It also
                 # builds the launcher by a C compiler, unless Triton's cache has the launcher. So the first
-                # launch finds both. Without the lock, several threads would build the same launcher.
+                # launch finds both. Without the lock ``launcher``, several threads would build the same
+                # launcher.
                 with launcher:
                     _ = compiled.run
             except Exception:
@@ -109,7 +110,7 @@ def _prepare(device: torch.device) -> None:
     from sdfastgn.kernels.common.nothing import nothing
 
     archive.add_archives(device)
-    # An error is ignored here: the first launch of a kernel raises it again.
+    # An error of this compilation is ignored: the first launch of any other kernel raises it again.
     with contextlib.suppress(Exception), torch.cuda.device(device):
         # ``warmup`` compiles the kernel, but does not load it on the device. When this thread also loaded the
         # kernel, PyTorch's attention in another thread had to wait one second for the load, on an H100.

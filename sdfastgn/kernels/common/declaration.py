@@ -33,7 +33,7 @@ from torch import Tensor
 from sdfastgn.kernels.common import layout
 from sdfastgn.kernels.common.checks import as_float, as_index, check_bool, check_input, check_operand
 
-# Maps the annotation of a field to the argument's type in the op's schema.
+# Maps the annotation of a field of a declaration to the type of the op's argument in the op's schema.
 _KINDS: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",

@@ -1,4 +1,4 @@
-"""Decides whether a call runs in Triton, and whether it has to go through PyTorch's dispatcher."""
+"""Decides whether a call of an op runs in Triton, and whether it must go through PyTorch's dispatcher."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sdfastgn.kernels.common.private import (
 )
 from sdfastgn.kernels.common.setting import setting
 
-# Dtypes that the kernels take.
+# Dtypes for which this package has kernels.
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # The reason why kernels are turned off in this process; None if they are on. ``turn_off`` sets it.
 why_off: str | None = "triton is not installed" if gpu.triton is None else None
@@ -39,8 +39,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _TENSORS = (Tensor, torch.nn.Parameter)
-# Types of arguments for which a call can skip PyTorch's dispatcher. A subclass of Tensor may need the
-# dispatcher.
+# Types of an op's arguments with which a call can skip PyTorch's dispatcher. A subclass of Tensor may need
+# the dispatcher.
 _PLAIN_TYPES = frozenset((*_TENSORS, type(None), int, float, bool, str, torch.dtype))
 
 

@@ -1,8 +1,8 @@
 """Quantization to E4M3, an 8-bit float dtype, with one scale for a whole tensor.
 
 A *quantizer* is an fp32 tensor of ``NUMBERS`` numbers. The constant ``SCALE`` and the next ones are the
-indices of these numbers. A kernel that gets a quantizer writes y / scale in E4M3 instead of y. So y is about
-scale times what was written.
+indices of these numbers. A kernel that gets a quantizer writes y / scale in E4M3 instead of its result y. So
+y is about scale times what was written.
 
 The scale was learned from other tensors. If a finite value of y is beyond the range of E4M3, y is written
 again with a larger scale: the learned one times the smallest power of two with which all finite values are in
@@ -46,10 +46,10 @@ RETRY_PROGRAMS = 128
 
 
 def launches_of(programs: int) -> tuple[tuple[int, bool], tuple[int, bool]]:
-    """Returns (number of programs, whether it is the retry) for each of the two launches of a kernel.
+    """Returns (number of programs, True for the retry) for each of the two launches of a kernel.
 
-    The first launch quantizes y. The retry does this again if values were beyond the range of E4M3.
-    ``programs``: number of tiles of y.
+    The first launch quantizes y. The second one, the retry, does this again if values were beyond the range
+    of E4M3. ``programs``: number of tiles of y.
     """
     return (programs, False), (min(programs, RETRY_PROGRAMS), True)
 
@@ -57,7 +57,8 @@ def launches_of(programs: int) -> tuple[tuple[int, bool], tuple[int, bool]]:
 def quantized(y: Tensor, quantizer: Tensor) -> Tensor:
     """Returns y / scale in E4M3, for y of any shape and float dtype.
 
-    Writes the scale into ``quantizer``, and updates its totals of values beyond the range of E4M3.
+    ``quantizer``: the fp32 tensor of ``NUMBERS`` numbers that the module's docstring explains. The scale that
+    was used is written into it, and its totals of values beyond the range of E4M3 are updated.
     """
     u = y.float() * quantizer[INVERSE]
     is_beyond = ~(u.abs() <= LARGEST)

@@ -32,22 +32,23 @@ def in_e4m3_range(y, mask, quantizer_ptr, RETRY: tl.constexpr):
     of E4M3, including NaN and infinities. The second launch (``RETRY``) uses a larger scale, with which all
     finite values are in the range. It turns infinities into NaN.
 
-    ``mask``: True for the elements that belong to y, or None if all do. ``quantizer``: (8,) fp32, described
-    in ``common/e4m3.py``.
+    ``mask``: True for the elements that belong to y, or None if all do. ``quantizer``: (8,) fp32, with
+    the scale and counts of values beyond the range (``common/e4m3.py``).
     """
     if RETRY:
         u = y * (tl.load(quantizer_ptr + 2) / _growth(quantizer_ptr))
-        # With the larger scale, only infinities are far beyond the range. A finite value is beyond it only by
-        # a rounding error.
+        # With the larger scale, finite values exceed the range of E4M3 only by a rounding error. Other values
+        # beyond the range are infinities. They become NaN.
         u = tl.where(tl.abs(u) < 449.0, u, float("nan"))
     else:
         u = y * tl.load(quantizer_ptr + 2)
-        beyond = (tl.abs(u) <= 448.0) == 0  # this is also True for NaN
+        beyond = (tl.abs(u) <= 448.0) == 0  # NaN counts as beyond the range too
         if mask is not None:
             beyond = beyond & mask
         count = tl.sum(beyond.to(tl.int32))
         if count > 0:
-            # The largest magnitude is computed from u and not from y, because y would take further registers.
+            # The largest magnitude is computed from u = y / scale and not from y, because y would take
+            # further registers.
             finite = beyond & (tl.abs(u) < float("inf"))
             largest = tl.max(tl.where(finite, tl.abs(u), 0.0))
             tl.atomic_max(quantizer_ptr + 4, largest, sem="relaxed")
@@ -58,24 +59,25 @@ def in_e4m3_range(y, mask, quantizer_ptr, RETRY: tl.constexpr):
 
 @triton.jit
 def _growth(quantizer_ptr):
-    """Returns the factor from the learned scale to the one that covers all finite values of y.
+    """Returns the power of two by which the learned scale of y in E4M3 must be multiplied, at least 1.
 
-    The factor is the smallest such power of two, and at least 1.
+    It is the smallest one with which all finite values of y / scale are in the range of E4M3.
     """
     # This load bypasses the L1 cache, which may have old values: the first launch has perhaps read the same
     # cache line before it wrote its counts.
     ratio = tl.load(quantizer_ptr + 4, cache_modifier=".cg") / 448.0
     bits = tl.maximum(ratio, 1.0).to(tl.int32, bitcast=True)
-    # The number is rounded up to a power of two. Adding 0x7FFFFF carries into the exponent, unless the number
-    # is a power of two already. Then the bits below the exponent are cleared.
+    # ``ratio`` is rounded up to a power of two. Adding 0x7FFFFF to its bits carries into the exponent, unless
+    # ``ratio`` is a power of two already. Then the bits below the exponent are cleared.
     return ((bits + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def wait_before_retry(quantizer_ptr):
-    """Waits for the end of the previous kernel. With a quantizer, it then lets the second launch start.
+    """Waits for the end of the previous kernel, and then lets the retry start if y is written in E4M3.
 
-    The second launch is the retry, which writes y again if values were beyond the range of E4M3.
+    The retry is the second launch of the kernel. It writes y again if values were beyond the range of E4M3.
+    ``quantizer``: None if y is not written in E4M3.
     """
     gdc_wait()
     if quantizer_ptr is not None:
@@ -84,7 +86,7 @@ def wait_before_retry(quantizer_ptr):
 
 @triton.jit
 def begin_retry(quantizer_ptr):
-    """Begins the second launch. Stores the scale of y in the quantizer.
+    """Begins the second launch of a kernel that writes y in E4M3. Stores the scale of y in the quantizer.
 
     Returns True if y must be written again, because values were beyond the range of E4M3.
     """
@@ -95,11 +97,12 @@ def begin_retry(quantizer_ptr):
 
 @triton.jit
 def end_retry(quantizer_ptr):
-    """Ends a program of the second launch that has written values of y again.
+    """Ends a program of the second launch, which has written values of y in E4M3 again.
 
-    The last program adds the counts of this call to the totals of all calls, and sets the counts to 0.
+    The last program adds this call's counts of values beyond the range of E4M3 to the totals of all calls,
+    and sets the counts to 0.
     """
-    tl.debug_barrier()  # from here on, all threads of the program have read the counts
+    tl.debug_barrier()  # before the counts are reset, all threads must have read them
     if tl.atomic_add(quantizer_ptr + 5, 1.0) == tl.num_programs(0) - 1:
         total = tl.load(quantizer_ptr + 6) + tl.load(quantizer_ptr + 3, cache_modifier=".cg")
         most = tl.maximum(tl.load(quantizer_ptr + 7), tl.load(quantizer_ptr + 4, cache_modifier=".cg"))

@@ -55,7 +55,8 @@ def check_error(error: Exception, kernel: Any, device: torch.device) -> None:
         forget(kernel, device)
         raise torch.OutOfMemoryError(f"sdfastgn: no memory for the code of a kernel: {error}") from error
     name = getattr(kernel, "__name__", "a kernel")
-    # ``str`` of a CompilationError would begin with the kernel's source.
+    # ``error_message`` is used if there is one, because ``str`` of a CompilationError begins with the
+    # kernel's source.
     text = getattr(error, "error_message", None) or str(error)
     said = textwrap.shorten(f"{type(error).__name__}: {text}", _MAX_TEXT, placeholder=" ...")
     reason = f"Triton cannot compile {name} here ({said})"

@@ -16,7 +16,7 @@ from sdfastgn.kernels.common.private import current_device, current_raw_stream
 
 try:
     import triton
-except ImportError:  # without Triton every call runs in plain PyTorch
+except ImportError:  # Triton is optional: without it every call runs in plain PyTorch
     triton = None
 
 # Triton's (major, minor) version; (0, 0) without Triton.
@@ -25,9 +25,10 @@ TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if triton is
 # which a kernel waits for the previous kernel.
 HAS_GDC = TRITON_VERSION >= (3, 5)
 
-# True: a kernel may read x before it calls ``gdc_wait``, provided that an earlier kernel of the same op has
-# already waited for the kernel that writes x (docs/adr/0007-programmatic-dependent-launch.md). False: every
-# kernel waits before it reads. Only tests set it to False.
+# If True, a kernel may read its input x before it calls ``gdc_wait`` (which waits for the previous kernel),
+# provided that an earlier kernel of the same op has already waited for the kernel that writes x
+# (docs/adr/0007-programmatic-dependent-launch.md). If False, every kernel waits before it reads. Only tests
+# set it to False.
 READS_AHEAD = True
 # The compute capability that this package assumes for the meta device. The command ``sdfastgn plan`` sets it.
 # So the command can show which kernels would run on a GPU that this machine lacks.
@@ -41,7 +42,7 @@ def current_stream(x: Tensor) -> int:
 
     On a CPU, where kernels run in Triton's interpreter, it is 0.
     """
-    index = x.get_device()  # -1 means the CPU; to read ``x.device.type`` would take more CPU time
+    index = x.get_device()  # the index of a CPU is -1; ``x.device.type`` would be slower
     return 0 if index < 0 else current_raw_stream(index)
 
 
@@ -81,7 +82,7 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 
     For the meta device it is ``META_CAPABILITY``, for all other devices (0, 0).
     """
-    if device.type != "cuda" or torch.version.hip is not None:  # the type of an AMD GPU is "cuda" too
+    if device.type != "cuda" or torch.version.hip is not None:  # AMD GPUs have the type "cuda" too
         return META_CAPABILITY.get() if device.type == "meta" else (0, 0)
     return torch.cuda.get_device_capability(device)
 

@@ -80,7 +80,7 @@ class GradOp(Op):
         return tuple(call)[-len(self._names) :]
 
     def _compute(self, call: Any) -> Any:
-        """Launches kernels, or computes in plain PyTorch if the kernels cannot be compiled."""
+        """Computes the gradients by kernels, or in plain PyTorch if the kernels cannot be compiled."""
         try:
             return self.plans.of(call).run(call)
         except dispatch.KernelError as error:
@@ -106,7 +106,7 @@ class GradOp(Op):
 
 
 def _in_order(found: Gradients, names: tuple[str, ...]) -> list[Tensor]:
-    """Returns the gradients that are not None, in the order of ``names``."""
+    """Returns the gradients that are not None, in the order of the operands ``names``."""
     grads = [found.get(name) for name in names]
     return [grad for grad in grads if grad is not None]
 

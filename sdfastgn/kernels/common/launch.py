@@ -111,7 +111,8 @@ class Launch:
                     rehearsed.add(self, tuple(None if t is None else t.dtype for t in tensors))
                 return
             compiled = self._through_triton(tensors)
-            if aligned and hasattr(compiled, "packed_metadata"):  # Triton's interpreter compiles nothing
+            # Triton's interpreter returns no compiled kernel: all calls go through ``kernel[grid]``.
+            if aligned and hasattr(compiled, "packed_metadata"):
                 self._direct = _direct_launcher(compiled)
             return
         run, bound = direct
@@ -143,7 +144,7 @@ class Launch:
         return launcher, (self.programs, 1, 1, *bound), self._values
 
     def run(self, first: Tensor, *others: Tensor | None) -> None:
-        """Launch on the current stream of the device of ``first``, even if that device is not current."""
+        """Launch the kernel on the current stream of the device of ``first``, even if it is not current."""
         stream = gpu.stream_of(first)
         if stream is not None:  # the device is current, so the slow ``torch.cuda.device`` is not needed
             self(stream, first, *others)
@@ -179,12 +180,13 @@ def _direct_launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]] | None:
         parameters = tuple(inspect.signature(type(run).__call__).parameters)
     except AttributeError:
         return None
-    if parameters == (*_LAUNCHED, *_REPORTED, "args"):  # this launcher is from Triton 3.7 or later
+    if parameters == (*_LAUNCHED, *_REPORTED, "args"):  # the launcher is from Triton 3.7 or later
         return run, bound
-    if parameters != (*_LAUNCHED, "args"):  # it is not from Triton 3.6 or earlier either
+    if parameters != (*_LAUNCHED, "args"):  # the launcher is from an unknown version of Triton
         return None
     sizes = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
-    if any(sizes) or not hasattr(run, "launch_pdl"):  # the kernel needs scratch memory, or the GPU is AMD's
+    # Kernels with scratch memory, and all kernels on AMD's GPUs, need the launcher's Python function.
+    if any(sizes) or not hasattr(run, "launch_pdl"):
         return run, bound
     # The launcher for NVIDIA's GPUs is a Python function that allocates scratch memory and calls a C
     # function. This kernel needs no scratch memory, so the C function is called directly. It takes one

@@ -24,9 +24,9 @@ _MAX_STRIDE = 1 << 20
 
 def is_channels_last(x: Tensor) -> bool:
     """True if ``x`` (N, C, *spatial) has the memory order (N, *spatial, C) without gaps. False for rank 2."""
-    # This test takes a twelfth of the CPU time of the last line, which alone would give the same result. The
-    # test is left out in transforms, because torch.vmap does not support ``is_contiguous`` with a memory
-    # format.
+    # ``is_contiguous`` with a memory format takes a twelfth of the CPU time of ``movedim`` and
+    # ``is_contiguous``, which alone would give the same result. torch.vmap does not support it, so it is left
+    # out in transforms.
     if x.dim() == 4 and in_transform() is None and x.is_contiguous(memory_format=torch.channels_last):
         return True
     return x.dim() > 2 and x.movedim(1, -1).is_contiguous()
@@ -43,7 +43,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def _keeps_channels_innermost(x: Tensor) -> bool:
-    """For an ``x`` that ``dense`` copies: True if the copy is channels-last, False if channels-first."""
+    """True if ``dense`` copies an ``x`` with gaps in memory to channels-last, False if to channels-first."""
     return x.dim() > 2 and x.stride(1) == 1
 
 

@@ -1,4 +1,4 @@
-"""A kernel that does nothing, for the work that Triton does once in a process, at its first compilation.
+"""A kernel that does nothing. It is compiled ahead, because Triton's first compilation in a process is slow.
 
 For example, Triton then hashes its own library.
 """

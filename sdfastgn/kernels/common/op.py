@@ -277,7 +277,7 @@ def _training_function(op: PlannedOp, names: tuple[str, ...]) -> Any:
     class Training(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            """Launches the kernels. ``inputs``: the call's tensors one by one, then the call, then its plan.
+            """Launches the kernels. ``inputs``: the call's tensors, then the call, then its launch plan.
 
             The tensors are also passed one by one, because autograd does not look for tensors inside a call.
             """
@@ -290,5 +290,5 @@ def _training_function(op: PlannedOp, names: tuple[str, ...]) -> Any:
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             return *op.gradients(ctx, names, grads), None, None
 
-    # Profiles and anomaly mode show the class's name, so it gets the op's name.
+    # The subclass of ``autograd.Function`` gets the op's name, which profiles and anomaly mode show.
     return type(op.name.replace(".", "_"), (Training,), {})

@@ -17,10 +17,10 @@ from torch import Tensor
 from sdfastgn.kernels.common import dispatch
 from sdfastgn.kernels.common.declaration import NUMBERS, arguments_of, fields_of, gaps_of, without_gaps
 
-# Maximum number of entries of a cache. Without a limit, the cache of a server would grow forever if requests
-# keep bringing new shapes.
+# Maximum number of entries of a cache of launch plans. Without a limit, the cache of a server would grow
+# forever if requests keep bringing new shapes.
 _MAX_PLANS = 4096
-# Types of the arguments that are not tensors.
+# Types of those arguments of an op that are not tensors.
 _VALUES = frozenset((type(None), int, float, bool, str, torch.dtype))
 Value = TypeVar("Value")
 
@@ -47,7 +47,7 @@ def plan_key(arguments: Iterable[Any], *more: Any) -> tuple[Any, ...]:
 
 
 class Plan(Protocol):
-    """The launches for calls with equal shapes, strides, dtypes, devices and other arguments.
+    """The launches of an op for calls with equal shapes, strides, dtypes, devices and other arguments.
 
     ``run`` only takes calls with valid arguments. Their tensors must not be empty, and must have layouts that
     kernels can read.
@@ -87,15 +87,15 @@ class Plans:
     def __init__(self, op: str, arguments: Any, make: Callable[[Any], Any]) -> None:
         self._op, self._make = op, make
         self.made: PlanCache[Any] = PlanCache()
-        # Fields of the declaration that have a default are not in the op's schema. They hold tensors or None,
-        # so they count as tensors.
+        # Fields of the declaration with a default are not in the op's schema, and hold tensors or None. So
+        # the cache's key treats them as tensors.
         values = [f.place for f in arguments_of(arguments) if not f.is_tensor]
         numbers = [f.place for f in arguments_of(arguments) if f.kind in NUMBERS]
         places = [f.place for f in fields_of(arguments) if f.place not in values]
         self.tensors, self._values, self._numbers = picker(places), picker(values), picker(numbers)
 
     def key(self, call: Any, tensors: tuple[Tensor | None, ...], saves: bool = True) -> tuple[Any, ...]:
-        """Returns the key of ``call`` in the cache.
+        """Returns the key of ``call`` in the cache of plans.
 
         ``tensors``: the tensors of ``call``, from ``self.tensors(call)``. ``saves``: True if the plan must
         also return the results that only the backward needs (``run_and_save``).
@@ -173,7 +173,8 @@ class Plans:
     def turn_off(self, call: Any, error: dispatch.KernelError) -> None:
         """Turn the op's kernels off on the GPU of ``call``, whose plan has raised ``error``."""
         dispatch.turn_op_off(self._op, self._first(call), error)
-        # Calls that find no plan in the cache call ``of``, which raises KernelError from now on.
+        # The cached plans are deleted, because a call that finds its plan does not check whether the kernels
+        # are off. Without a plan, a call calls ``of``, which raises KernelError from now on.
         self.made.clear()
 
     def _first(self, call: Any) -> Tensor:
@@ -181,7 +182,7 @@ class Plans:
 
 
 class _CopyingPlan:
-    """A plan for calls with operands whose memory layout kernels cannot read.
+    """A launch plan for calls with operands whose memory layout kernels cannot read.
 
     It copies these operands, and runs the plan for calls with the layout of the copies.
     """

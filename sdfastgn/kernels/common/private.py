@@ -159,14 +159,14 @@ class _Doubled(nn.Module):
 
 def _gives_one_twice() -> bool:
     """True if ``parametrize.cached()`` is active: two reads of a parametrized weight give the same tensor."""
-    probe = nn.LayerNorm(1)  # a LayerNorm's initialization leaves the random number generator as it is
+    probe = nn.LayerNorm(1)  # a LayerNorm, because it is initialized without random numbers
     parametrize.register_parametrization(probe, "weight", _Doubled())
     return probe.weight is probe.weight
 
 
 # Returns True inside ``torch.nn.utils.parametrize.cached()``.
 caches_parametrizations: Callable[[], bool] = (
-    (lambda: bool(parametrize._cache_enabled))  # each call reads the variable: ``cached()`` rebinds it
+    (lambda: bool(parametrize._cache_enabled))  # ``cached()`` rebinds ``_cache_enabled``: each call reads it
     if hasattr(parametrize, "_cache_enabled")
     else _gives_one_twice
 )
@@ -174,8 +174,9 @@ caches_parametrizations: Callable[[], bool] = (
 # ---- functions of ``torch.nn.functional``, which stay the same if a user replaces them in that module
 
 _nn: Any = getattr(_C, "_nn", None)
-# These are PyTorch's own functions, which ``torch.nn.functional`` has until a user replaces them. If PyTorch
-# lacks the private name, the op in ``torch.ops.aten`` is called, which takes a microsecond longer.
+# PyTorch's own ``linear`` and ``scaled_dot_product_attention``, which ``torch.nn.functional`` has until a
+# user replaces them. If PyTorch lacks the private name, the op in ``torch.ops.aten`` is called, which takes a
+# microsecond longer.
 linear: Callable[..., Tensor] = getattr(_nn, "linear", torch.ops.aten.linear.default)
 scaled_dot_product_attention: Callable[..., Tensor] = getattr(
     _nn, "scaled_dot_product_attention", torch.ops.aten.scaled_dot_product_attention.default
@@ -183,8 +184,8 @@ scaled_dot_product_attention: Callable[..., Tensor] = getattr(
 
 # ---- the GPU
 
-# Returns the raw handle of the current stream of the GPU with this index. A CPU build of PyTorch lacks the
-# private function.
+# Maps a GPU's index to the raw handle of the GPU's current stream. A CPU build of PyTorch lacks the private
+# function.
 current_raw_stream: Callable[[int], int] = getattr(
     _C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
@@ -243,12 +244,12 @@ def is_alone(tensor: Tensor) -> bool:
 
 
 def refers_to(reference: StorageWeakRef, tensor: Tensor) -> bool:
-    """True if ``reference`` refers to the present storage of ``tensor``."""
+    """True if the StorageWeakRef ``reference`` refers to the storage that ``tensor`` has now."""
     return reference.cdata == tensor.untyped_storage()._cdata
 
 
 def revived(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """Returns the storage that ``reference`` refers to.
+    """Returns the storage that the StorageWeakRef ``reference`` refers to.
 
     Returns None if the storage is freed, or if this version of PyTorch cannot find it.
     """
@@ -400,16 +401,18 @@ def tf32(*, convolutions: bool, products: bool) -> Iterator[None]:
             yield
         finally:
             _cudnn.allow_tf32 = older[0]
-            torch.set_float32_matmul_precision(older[1])  # this call also restores ``matmul.allow_tf32``
+            # ``set_float32_matmul_precision`` also restores ``matmul.allow_tf32``.
+            torch.set_float32_matmul_precision(older[1])
         return
     before = []
     for place in places:
         before.append(place.fp32_precision)
-        # If the value of an object is "none", reading it returns the value of a more general object.
+        # If ``fp32_precision`` of an object is "none", reading it returns the value of a more general object.
         # The loop has already set the more general objects to "none", so it reads and saves "none" here.
         place.fp32_precision = "none"
     try:
-        # If the values of ``conv`` and ``rnn`` differ, reading ``_cudnn.allow_tf32`` raises an error.
+        # ``rnn`` gets the value of ``conv`` too, because reading ``_cudnn.allow_tf32`` raises an error if the
+        # two differ.
         _cudnn.conv.fp32_precision = _cudnn.rnn.fp32_precision = "tf32" if convolutions else "ieee"
         _cuda.matmul.fp32_precision = "tf32" if products else "ieee"
         yield

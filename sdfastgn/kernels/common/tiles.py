@@ -26,7 +26,7 @@ from sdfastgn.kernels.common.gpu import TRITON_VERSION
 _LANES_FIRST = TRITON_VERSION < (3, 7)
 LANE_AXIS = tl.constexpr(0 if _LANES_FIRST else 2)
 STEP_AXIS = tl.constexpr(2 if _LANES_FIRST else 0)
-# True if kernels can use inline PTX assembly. False in the interpreter and on AMD's GPUs.
+# True if kernels can use inline PTX assembly. False in Triton's interpreter and on AMD's GPUs.
 PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 
 

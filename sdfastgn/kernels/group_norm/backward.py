@@ -68,7 +68,7 @@ def reference_group_norm_grads(call: Any) -> Gradients:
     d_xhat = d_affine if weight is None else d_affine * per_channel(weight)
 
     def summed(t: Tensor, like: Tensor | None) -> Tensor | None:
-        """The gradient of ``like``: ``t`` summed over HW and, if all samples share ``like``, over samples."""
+        """Sums ``t`` to the gradient of ``like``: over positions, and over samples if all share ``like``."""
         if like is None:
             return None
         per_sample = t.sum(dim=3).reshape(N, C)
@@ -82,7 +82,7 @@ def reference_group_norm_grads(call: Any) -> Gradients:
         mean_product = (d_xhat * xhat).mean(dim=(2, 3), keepdim=True)
         du = rstd * (d_xhat - mean_d_xhat - xhat * mean_product)
     if call.dx and du is not None:
-        # ``du`` may have the strides of dy, and dx must have the layout of x.
+        # The gradient of x is ``du`` in the layout of x. ``du`` may have the strides of dy.
         dx = laid_out(du.reshape(x.shape).to(x.dtype), dense_is_channels_last(x))
     return {
         "x": dx,

@@ -52,20 +52,20 @@ _SMALL_MIN_TAIL = 8
 # Maximum number of elements of a tile of the two apply kernels, which compute y or dx element by element. A
 # program has one tile.
 _APPLY_TILE = 2048
-# Warps of a program of the forward's apply kernel if tiles are many or x is channels-first. A thread then has
-# 32 elements, which hides the memory's latency best.
+# Warps of a program of the kernel that computes y element by element, if tiles are many or x is
+# channels-first. A thread then has 32 elements, which hides the memory's latency best.
 _APPLY_WARPS = 2
-# Warps of a program of the apply kernels in a channels-last forward with few tiles, and in every backward: 16
-# elements for each thread.
+# Warps of a program of the kernels that compute y or dx element by element, in a channels-last forward with
+# few tiles and in every backward: 16 elements for each thread.
 _APPLY_WARPS_OF_FEW_TILES = 4
-# A forward's apply kernel has few tiles if there are at most this many for each multiprocessor. If x is
-# channels-last, each of its programs then has ``_APPLY_WARPS_OF_FEW_TILES`` warps.
+# ``apply_kernel``, which computes y, has few tiles if there are at most this many for each multiprocessor. If
+# x is channels-last, each of its programs then has ``_APPLY_WARPS_OF_FEW_TILES`` warps.
 _APPLY_FEW_TILES = 12
-# Channels of a channels-last tile of the forward's apply kernel, if C is a multiple of this number.
+# Channels of a channels-last tile of ``apply_kernel``, which computes y, if C is a multiple of this number.
 # Otherwise a tile has 64 channels, or fewer if C is at most 32.
 _APPLY_CHANNELS = 128
-# Channels of a channels-last tile of the backward's apply kernel, which keeps five values of each channel
-# beside x and dy. With 64 channels a thread takes 48 registers. With 128 channels it took 71, and the
+# Channels of a channels-last tile of ``apply_grad_kernel``, which computes dx and keeps five values of each
+# channel beside x and dy. With 64 channels a thread takes 48 registers. With 128 channels it took 71, and the
 # programs did not all run at once.
 _APPLY_BACKWARD_CHANNELS = 64
 
@@ -78,8 +78,8 @@ _PARAMETER_TILE = (32, 32)
 # its channels. With more, samples are divided into parts for several programs, and a second launch adds up
 # the parts' sums.
 _PARAMETER_MOST_TILES = 16
-# Minimum number of tiles of samples in a part. With fewer there would be more parts, and the second launch,
-# which adds up the parts' sums, would take too long.
+# Minimum number of tiles of samples in a part of the samples that one program sums. With fewer tiles there
+# would be more parts, and the second launch, which adds up the parts' sums, would take too long.
 _PARAMETER_MIN_TILES = 8
 # Programs of ``parameter_grad_kernel`` for each multiprocessor if samples are divided into parts.
 _PARAMETER_PROGRAMS_PER_SM = 2
@@ -89,10 +89,11 @@ _EACH_CHANNEL_BLOCK = 32
 # Maximum number of elements of a tile of (chunks, channels) in the two merge kernels, which combine the
 # results of all chunks of a group.
 _MERGE_TILE = 4096
-# Elements of a merge kernel's tile for each warp, in the forward.
+# Elements for each warp of a tile of the forward's kernel that merges the statistics of chunks.
 _MERGE_PER_WARP = 256
-# Elements of a merge kernel's tile for each warp, in the backward. A program has fewer warps than in the
-# forward. More warps would need more time to exchange their sums than they would save in additions.
+# Elements for each warp of a tile of the backward's kernel that merges the sums of chunks. A program has
+# fewer warps than in the forward. More warps would need more time to exchange their sums than they would save
+# in additions.
 _MERGE_BACKWARD_PER_WARP = 1024
 
 # --- walk: a program reads its group twice, the second time from L2
@@ -245,7 +246,7 @@ def launch_config(
         elements <= (_SMALL_BACKWARD_MAX_ELEMENTS if backward else largest)
         and elements <= small.num_warps * _SMALL_MAX_PER_WARP
     )
-    if fits and C * HW < 2**31:  # offsets within a sample are int32
+    if fits and C * HW < 2**31:  # the kernels of SmallConfig have int32 offsets
         return small
     kind = "backward" if backward else "read"
     statistics = statistics_config(N, C, HW, channels_last, num_sms, kind=kind)
@@ -283,8 +284,8 @@ def walk_config(
         or group * itemsize * num_sms > _WALK_MAX_PART * l2_bytes
         or N * num_groups < _WALK_MIN_GROUPS * num_sms
         or (channels_last and CG * itemsize < _WALK_MIN_RUN)
-        or 4 * block_c > 5 * CG  # more than a fifth of the lanes would be idle
-        or C * HW >= 2**31  # offsets within a sample are int32
+        or 4 * block_c > 5 * CG  # the padding of the channels would leave a fifth of the lanes idle
+        or C * HW >= 2**31  # the kernel has int32 offsets within a sample
     ):
         return None
     if group < _WALK_LARGE_ELEMENTS:
@@ -295,7 +296,7 @@ def walk_config(
         tile, kept, num_warps = _WALK_SILU_FIRST
     else:
         tile, kept, num_warps = _WALK_LARGE
-    largest = next_power_of_2(HW + 1) // 2  # the largest power of 2 up to HW
+    largest = next_power_of_2(HW + 1) // 2  # the largest power of 2 that is at most HW
     return WalkConfig(
         min(next_power_of_2(HW), max(1, tile // block_c)),
         min(largest, max(1, kept // block_c)),
@@ -307,7 +308,7 @@ def walk_config(
 def _small_config(
     C: int, HW: int, num_groups: int, channels_last: bool, itemsize: int, backward: bool
 ) -> SmallConfig:
-    """The ``SmallConfig`` for these sizes. ``launch_config`` uses it if the group is small enough."""
+    """The ``SmallConfig`` for x (N, C, HW). ``launch_config`` uses it if a group is small enough."""
     # A second tile for a group's last channels, and the sizes in ``_SMALL_PER_WARP``, were measured only for
     # channels-last forwards. Other launches do not use them.
     is_measured = channels_last and not backward
@@ -317,7 +318,7 @@ def _small_config(
     outer, block = reversed(sizes) if channels_last else sizes
     tail = 0
     if is_measured and itemsize == 2 and not each_channel:
-        # For example, 40 channels take tiles of 32 and 8 channels, instead of one tile of 64.
+        # The last channels get a second tile. For example, 40 channels take tiles of 32 and 8, not one of 64.
         rest = channels - block // 2
         if _SMALL_MIN_TAIL <= rest == next_power_of_2(rest) and 4 * channels <= 3 * block:
             block, tail = block // 2, rest

@@ -53,7 +53,7 @@ def instance_norm(
     name = "sdfastgn.instance_norm"
     try:
         fits = x.dim() >= 3 and math.prod(x.shape[2:]) != 1
-    except (AttributeError, RuntimeError):  # x is not a tensor, or is a nested one
+    except (AttributeError, RuntimeError):  # x is no tensor or is nested: ``check_input`` raises
         fits = False
     if not fits:
         check_input(name, "x", x)
@@ -62,5 +62,5 @@ def instance_norm(
             f"got shape {tuple(x.shape)}"
         )
     eps = eps if type(eps) is float else as_eps(name, eps)
-    num_groups = x.shape[1] or 1  # without channels, the result is empty, as in PyTorch
+    num_groups = x.shape[1] or 1  # x without channels: the result is empty, as in PyTorch
     return GROUP_NORM(GroupNormCall(x, num_groups, weight, bias, eps, activation, *NO_MORE), name)

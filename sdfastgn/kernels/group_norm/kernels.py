@@ -66,9 +66,9 @@ from sdfastgn.kernels.common.tiles import (
 )
 from sdfastgn.kernels.group_norm.channels import channel_affine, channel_sum, update_average
 
-# The strides, which the kernels name in Triton's ``do_not_specialize``. Sizes that are named there do not
-# become part of the compiled kernel, so a new resolution compiles few kernels. Constants tell the compiler
-# what it must know about a size. For example, kernels in which C is no constant have the constant
+# Names of the kernels' stride arguments, for Triton's ``do_not_specialize``. Sizes that are named there do
+# not become part of the compiled kernel, so a new resolution compiles few kernels. Constants tell the
+# compiler what it must know about a size. For example, kernels in which C is no constant have the constant
 # ``C_FACTOR``, a power of 2 that divides C.
 _STRIDES = ["shift_stride", "ada_scale_stride", "ada_shift_stride"]
 # ``small_kernel`` subtracts a pivot, the group's first value, before it sums values and their squares. If
@@ -210,7 +210,7 @@ def small_kernel(
             tail_d = tl.where(tail_mask, tl.fma(total, -share, tail_d), 0.0)
         mean = total * share
         variance = tl.fma(mean, -mean, square * share)
-        # If the pivot is far from the mean, the variance above is inexact, or NaN. It is then computed again.
+        # If the group's first value is far from the mean, this variance is inexact or NaN. Compute it again.
         again = (mean * mean > _FAR * variance) | (square == float("inf"))
         if EXACT:
             again = True
@@ -330,6 +330,7 @@ def _differences(
 ):  # fmt: skip
     """Sums d * count over all chunks of a group, where d is a chunk's mean + shift - pivot.
 
+    The pivot, such as the first chunk's mean, is subtracted so that the sum keeps its last bits.
     ``to_pivot`` is shift - pivot. Returns four values: d, M2 (the sum of squared deviations) and count (the
     number of positions) of each of the first ``BLOCK_P`` chunks, which the caller needs again, and the sum.
     """

@@ -36,19 +36,19 @@ def plain_group_norm(
         z (N, C, *spatial), channels-first; mean and rstd (N, G). All in the dtype of u.
     """
     if weight is None and bias is not None:
-        weight = torch.ones_like(bias)  # PyTorch's backward fails with a bias and no weight
-    # PyTorch would read parameters as if they were contiguous, so they are made contiguous.
+        weight = torch.ones_like(bias)  # ones, because PyTorch's backward fails with a bias and no weight
+    # Weight and bias are made contiguous, because PyTorch reads them as if they were.
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     u = u.contiguous().flatten().view(u.shape)
-    if u.numel() == 0:  # PyTorch's gradients are NaN if there are no positions
-        z = u.clone()  # not u itself, because the caller may write to the result
+    if u.numel() == 0:  # PyTorch's GroupNorm would have NaN gradients if u is empty
+        z = u.clone()  # a copy, because the caller may write to the result
         for t, combine in ((weight, torch.mul), (bias, torch.add)):
             z = z if t is None else combine(z, t.view(-1, *[1] * (u.dim() - 2)))
         return z, u.new_zeros(u.shape[0], num_groups), u.new_zeros(u.shape[0], num_groups)
     z, mean, rstd = _native_group_norm(u, num_groups, weight, bias, eps)
     if is_far(u, mean, rstd):
-        # The subtracted value is detached: the result does not depend on it, so the derivative with respect
-        # to it is 0.
+        # The mean is subtracted without a gradient: the norm does not change if a value is subtracted from
+        # all of u, so the derivative with respect to that value is 0.
         centre = mean.detach()
         centered = (u.view(*mean.shape, -1) - centre[..., None]).view(u.shape)
         z, mean, rstd = _native_group_norm(centered, num_groups, weight, bias, eps)

@@ -131,15 +131,14 @@ class GroupNormPlan:
         if self.tokens is not None:
             y = torch.empty(self.tokens, dtype=out_dtype or x.dtype, device=x.device)
         elif out_dtype is None:
-            y = torch.empty_like(x)  # takes two thirds of the CPU time of ``empty_like`` with ``dtype``
+            y = torch.empty_like(x)  # ``empty_like`` with ``dtype`` takes 1.5 times the CPU time
         else:
             y = torch.empty_like(x, dtype=out_dtype)
         if self.small is not None:
-            # If there is no shift, ``small_kernel`` gets the weight's pointer in place of the shift's. It
-            # then reads nothing through ``shift_ptr``, because its argument ``shifted`` is 0. So norms with
-            # and without a shift share one compiled kernel, if they have a weight. ``channels_kernel`` has no
-            # argument ``shifted``, so it gets the shift or None. ``of_batches`` is empty for
-            # ``small_kernel``.
+            # Without a shift, ``small_kernel`` gets the weight's pointer in place of the shift's, and does
+            # not read through it, because its argument ``shifted`` is 0. So norms with and without a shift
+            # share one compiled kernel, if they have a weight. ``channels_kernel`` (``of_batches`` is not
+            # empty) has no argument ``shifted``, so it gets the shift or None.
             is_small_kernel = not self.of_batches
             shift = call.weight if call.shift is None and is_small_kernel else call.shift
             of_channels = call.weight, call.bias, shift, call.ada_scale, call.ada_shift

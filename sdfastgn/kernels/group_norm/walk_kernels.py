@@ -105,8 +105,8 @@ def walk_grad_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # ``centre`` is the mean of x + shift, minus shift, so that xhat is (x - centre) * rstd. Mean and rstd are
-    # loaded as scalars, which take fewer registers than the blocks that ``_centre`` of
+    # ``centre`` is the mean of x + shift, minus shift, so that the normalized x is (x - centre) * rstd. Mean
+    # and rstd are loaded as scalars, which take fewer registers than the blocks that ``_centre`` of
     # ``backward_kernels.py`` loads.
     centre = tl.load(mean_ptr + group)
     rstd = tl.load(rstd_ptr + group)

@@ -120,8 +120,8 @@ def _per_row(vectors: Tensor, x: Tensor, period: int) -> Tensor:
     return vectors[rows // period % len(vectors)].view(x.shape)
 
 
-# Launches of earlier calls. The key of a call has its shapes, strides, dtypes, device and numbers. The value
-# is None if the kernel cannot run for such a call.
+# Cache of kernel launches for calls like earlier ones. The key has a call's shapes, strides, dtypes, device
+# and numbers. The value is None if the kernel cannot run for such a call.
 _launches: PlanCache[Launch | None] = PlanCache()
 
 
@@ -148,7 +148,7 @@ def _by_kernel(
 
 
 def _make_launch(operands: tuple[Tensor | None, ...], eps: float, groups: Groups) -> Launch | None:
-    from sdfastgn.kernels.layer_norm import kernels  # needs Triton
+    from sdfastgn.kernels.layer_norm import kernels  # imported late: kernels.py needs Triton
     from sdfastgn.kernels.layer_norm.plans import rows_constants
 
     x: Any = operands[0]

@@ -115,13 +115,14 @@ def empty_saved(x: Tensor, result: torch.dtype) -> tuple[Tensor, Tensor]:
 def _reference(call: LayerNormCall) -> tuple[Tensor, Tensor, Tensor]:
     """Computes ``layer_norm`` in plain PyTorch.
 
-    Returns y and, for the backward, centre and rstd (``empty_saved``).
+    Returns y and, for the backward, ``centre`` (the mean of each row, as ``empty_saved`` explains) and
+    ``rstd`` (1 / deviation).
     """
     x = call.x
     u = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = u.mean(-1, keepdim=True)
     d = u - mean
-    rest = d.mean(-1, keepdim=True)  # the rounding error of ``mean``
+    rest = d.mean(-1, keepdim=True)  # the mean of d is the rounding error of ``mean``
     d = d - rest
     rstd = torch.rsqrt(d.square().mean(-1, keepdim=True) + call.eps)
     y = d * rstd
@@ -159,7 +160,8 @@ def _norm_of(total: Tensor, call: AddCall) -> LayerNormCall:
 def _reference_of_sum(call: AddCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes ``add_layer_norm`` without total_bias in plain PyTorch.
 
-    Returns y, the sum and, for the backward, centre and rstd (``empty_saved``).
+    Returns y, the sum and, for the backward, ``centre`` (the mean of each row, as ``empty_saved`` explains)
+    and ``rstd`` (1 / deviation).
     """
     total = reference_add(call.x, call.residual, call.add_bias)
     y, centre, rstd = _reference(_norm_of(total, call))
@@ -178,7 +180,7 @@ def _fake_of_sum(call: AddCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _keep(ctx: Any, call: LayerNormCall | AddCall, normalized: Tensor, centre: Tensor, rstd: Tensor) -> None:
-    """Saves in autograd's ``ctx`` what the backward needs: the normalized tensor, centre, rstd and weight.
+    """Saves in ``ctx`` what the backward needs: the normalized tensor, centre (means), rstd and weight.
 
     The normalized tensor is x, or the sum with the residual. Of bias and add_bias only the dtypes are saved,
     because their gradients get these dtypes.
@@ -270,7 +272,7 @@ def _plain_of_sum(call: AddCall) -> tuple[Tensor, Tensor]:
     return y, reference_add(call.x, call.residual, call.add_bias, call.total_bias)
 
 
-# Names of the tensors that the forward saves for the backward (``empty_saved``).
+# Names of the tensors that the forward saves for the backward. ``empty_saved`` says what is in them.
 _SAVED = ("centre", "rstd")
 _PLAN = named(f"{__package__}.plans:LayerNormPlan")
 _LAYER_NORM = PlannedOp(

@@ -143,8 +143,8 @@ class LayerNormPlan:
             operands = (call.weight, call.bias, None, call.quantizer)
             self.rows(stream, *summed, *operands, total, y, centre, rstd)
             if call.quantizer is not None:
-                # The second launch writes y again. It gets no total_bias and no memory for the sum, because
-                # the first launch has stored the sum.
+                # The retry, a second launch for y in E4M3, writes y again. It gets no total_bias and no
+                # memory for the sum, because the first launch has stored the sum.
                 self.retry(stream, *summed[:-1], None, *operands, None, y, None, None)
         return y if total is None else (y, total)
 

@@ -61,8 +61,8 @@ def add_low_rank_kernel(
     inner = tl.load(matrix + 4).to(tl.int32)
     first = tl.load(matrix + 5).to(tl.int32)
     pairs = tl.load(matrix + 6).to(tl.int32)
-    # Triton does not know how addresses that a kernel loads from memory are aligned. Without these hints it
-    # would load and store element by element.
+    # ``multiple_of`` tells Triton how the addresses are aligned, which it does not know of addresses from a
+    # table. Otherwise it would load and store element by element.
     if ALIGNED:
         out = tl.multiple_of(out, 16)
         weight = tl.multiple_of(weight, 16)

@@ -105,7 +105,7 @@ class Pair(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """The properties of a layer that decide which launch computes it. Layers with equal ones share a launch.
+    """The properties of a layer that decide which launch computes it. Layers with equal properties share it.
 
     ``weight``, ``a``, ``b``: dtypes of the weight and of the factors. ``is_aligned``: True if the addresses
     of weight and out are multiples of 16 bytes, and the number of columns is a multiple of 8.
@@ -122,7 +122,7 @@ def reference_add_low_rank(total: Sum) -> None:
     """Computes ``add_low_rank`` for one layer in plain PyTorch: writes the sum into ``total.out``."""
     dtype = torch.promote_types(total.weight.dtype, torch.float32)
     y = total.weight.to(dtype)
-    with torch.autocast(y.device.type, enabled=False):  # autocast would compute the product in half precision
+    with torch.autocast(y.device.type, enabled=False):  # autocast is off: it would multiply in half precision
         for a, b, scale in total.pairs:
             product = b.flatten(1).to(dtype) @ a.flatten(1).to(dtype)
             y = y + scale * product.view(y.shape)
@@ -212,7 +212,7 @@ class LowRankSums:
 def _launch(tiles: Tensor, tables: _Tables, scales: list[float]) -> None:
     device = tiles.device
     on_gpu = torch.tensor(scales, dtype=torch.float32, device="cpu").to(device, non_blocking=True)
-    if device.type == "cuda":  # the cache of ``_tables`` may free the tables before the kernel has read them
+    if device.type == "cuda":  # ``record_stream`` keeps freed tables until the kernel has read them
         for table in tables[1:]:
             table.record_stream(torch.cuda.current_stream(device))
     with without_rehearsal():
@@ -254,7 +254,7 @@ def _tables(
         rows.append((*matrix, first, len(pairs)))
         first += len(pairs)
     tiles = [ceil_div(m[2], _TILE[0]) * ceil_div(m[3], _TILE[1]) for m in matrices]
-    counts = torch.tensor(tiles, device="cpu")  # PyTorch's default device may not be the CPU
+    counts = torch.tensor(tiles, device="cpu")  # made on the CPU, even if the default device is a GPU
     of = torch.repeat_interleave(torch.arange(len(matrices), device="cpu"), counts)
     number = torch.arange(len(of), device="cpu") - (counts.cumsum(0) - counts)[of]
     flat = [pair for pairs in factors for pair in pairs] or [(0,) * 7]

@@ -63,7 +63,7 @@ _WORTHWHILE = 0.98
 
 
 class _Kind(NamedTuple):
-    """Products with equal values of these fields use the same algorithm.
+    """The properties of a product on which its fastest algorithm depends: the key of the dict ``_chosen``.
 
     ``switches``: settings of PyTorch that can change the bits of a product's result.
     """
@@ -73,19 +73,20 @@ class _Kind(NamedTuple):
     switches: tuple[object, ...]
 
 
-# ``_Kind`` of a product -> its fastest algorithm, or None if PyTorch's algorithm is the fastest.
+# Maps the ``_Kind`` of a product to its fastest algorithm of cuBLASLt, or to None if PyTorch's own algorithm
+# is the fastest.
 _chosen: PlanCache[Algorithm | None] = PlanCache()
-# During a rehearsal in this thread (``chosen_after``): the kinds of the products that were recorded so far,
-# as keys. Otherwise None.
+# Inside the context ``chosen_after`` in this thread: a dict whose keys are the ``_Kind`` of each product that
+# was recorded so far. Otherwise None.
 _noted: contextvars.ContextVar[dict[_Kind, None] | None] = contextvars.ContextVar(
     "sdfastgn_noted_products", default=None
 )
 
 
 def is_choosing() -> bool:
-    """True during a rehearsal, and while a CUDA graph is captured after a rehearsal.
+    """True inside the context ``chosen_after``, and while a CUDA graph is captured after it has ended.
 
-    If it is False, ``linear`` only calls PyTorch's.
+    If it is False, the functions of this file only call PyTorch's products.
     """
     return not torch.compiler.is_dynamo_compiling() and (
         _noted.get() is not None or (len(_chosen) > 0 and torch.cuda.is_current_stream_capturing())
@@ -95,7 +96,7 @@ def is_choosing() -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes ``F.linear(x, weight, bias)``.
 
-    In CUDA graphs it uses the algorithm that a rehearsal has chosen.
+    In CUDA graphs it uses the fastest algorithm, which ``chosen_after`` has found before the capture.
 
     Args:
         x: (..., depth).
@@ -115,7 +116,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> None:
     """Computes ``total += x @ weight.T``, rounded once.
 
-    In CUDA graphs it uses the algorithm that a rehearsal has chosen.
+    In CUDA graphs it uses the fastest algorithm, which ``chosen_after`` has found before the capture.
 
     Args:
         total: (rows, columns), changed in place.
@@ -134,7 +135,7 @@ def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> None:
 def linear_e4m3(x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     """Computes ``(scales[0] * x) @ (scales[1] * weight).T`` for x (..., depth) and weight (columns, depth).
 
-    In CUDA graphs it uses the algorithm that a rehearsal has chosen.
+    In CUDA graphs it uses the fastest algorithm, which ``chosen_after`` has found before the capture.
 
     Returns (..., columns). The other arguments are as in ``scaled_product``, and so are the dtypes.
     """
@@ -151,9 +152,9 @@ def linear_e4m3(x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], dtype:
 def linear_of_rows(
     x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """``row_scaled_product`` for x (..., depth), with one scale for each row: ``scales[0]`` is (...).
+    """Computes ``row_scaled_product`` for x (..., depth) and one scale for each row, ``scales[0]`` (...).
 
-    In CUDA graphs it uses the algorithm that a rehearsal has chosen.
+    In CUDA graphs it uses the fastest algorithm, which ``chosen_after`` has found before the capture.
 
     Returns (..., columns). The other arguments are as in ``row_scaled_product``.
     """
@@ -170,8 +171,8 @@ def linear_of_rows(
 def add_linear_e4m3_(total: Tensor, x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor]) -> None:
     """Computes ``total += (scales[0] * x) @ (scales[1] * weight).T``.
 
-    In CUDA graphs it uses the algorithm that a rehearsal has chosen, which rounds the result once. Otherwise
-    the product is rounded before it is added.
+    In CUDA graphs it uses the fastest algorithm, which ``chosen_after`` has found before the capture, and
+    which rounds the result once. Otherwise the product is rounded before it is added.
 
     Args:
         total: (rows, columns), fp16 or bf16, contiguous, changed in place.
@@ -187,10 +188,10 @@ def add_linear_e4m3_(total: Tensor, x: Tensor, weight: Tensor, scales: tuple[Ten
 def _choice(
     x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | None
 ) -> tuple[Shape, Algorithm] | None:
-    """Returns (shape, algorithm) for ``multiply``, or None if PyTorch must compute this product.
+    """Returns the arguments (shape, algorithm) of ``cublaslt.multiply``, or None if PyTorch must multiply.
 
-    Call it only if ``is_choosing()``. In a rehearsal (a call before a capture) it records the product and
-    returns None. The algorithms of recorded products are timed at the end of the rehearsal.
+    Call it only if ``is_choosing()``. Inside the context ``chosen_after`` it records the product and returns
+    None. The algorithms of recorded products are timed at the end of the context.
     """
     kind = _kind_of(x, weight, bias, total)
     return None if kind is None else _choice_for(kind)
@@ -204,7 +205,10 @@ def _choice_of_e4m3(
     bias: Tensor | None = None,
     row_scales: Sequence[Tensor] = (),
 ) -> tuple[Shape, Algorithm] | None:
-    """``_choice`` for products in E4M3. ``row_scales``: the scales, if each row has one."""
+    """Returns the arguments (shape, algorithm) of ``cublaslt.multiply`` for a product of E4M3 tensors.
+
+    Returns None if PyTorch must multiply. ``row_scales``: the scales, if each row has one.
+    """
     (rows, depth), columns = x.shape, len(weight)
     operands = [t for t in (x, weight, total, bias, *row_scales) if t is not None]
     fits = (
@@ -227,7 +231,7 @@ def _choice_for(kind: _Kind) -> tuple[Shape, Algorithm] | None:
 
 
 def _kind_of(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | None) -> _Kind | None:
-    """The key of a product in ``_chosen``, or None if PyTorch must compute it.
+    """The key of a product in ``_chosen`` (the fastest algorithms), or None if PyTorch must compute it.
 
     For example, PyTorch computes products in fp32, products with gradients, and products that are too small
     or too large to gain from another algorithm. It also gets invalid arguments, and raises its usual error.
@@ -257,7 +261,7 @@ def _kind_of(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | Non
 
 @contextmanager
 def chosen_after() -> Iterator[None]:
-    """A context for a rehearsal: it finds the fastest algorithms for the products inside.
+    """A context for a call of a model before a CUDA graph is captured. Finds the fastest algorithms.
 
     It records the products that the functions of this file compute on the current device. At its end it times
     the algorithms of each product, on the current stream, and remembers the fastest. Products that were timed
@@ -279,13 +283,13 @@ def chosen_after() -> Iterator[None]:
 def load_algorithms() -> None:
     """Load the code of the algorithms that ``chosen_after`` will time at its end.
 
-    Call it at the end of a rehearsal, while other threads compile kernels. The GPU's driver loads the code of
-    an algorithm when the algorithm first runs. This takes longer than timing all algorithms. Algorithms
+    Call it at the end of that context, while other threads compile kernels. The GPU's driver loads the code
+    of an algorithm when the algorithm first runs. This takes longer than timing all algorithms. Algorithms
     cannot be timed while kernels are compiled, because launches that come late would count as slow.
     """
     for kind in _noted.get() or ():
         if kind not in _chosen:
-            with suppress(torch.OutOfMemoryError, Refused):  # ``chosen_after`` raises the error again
+            with suppress(torch.OutOfMemoryError, Refused):  # ``chosen_after`` raises these errors again
                 _ways_of(kind)
 
 
@@ -312,22 +316,22 @@ def _fastest(kind: _Kind) -> Algorithm | None:
 
 
 def _ways_of(kind: _Kind) -> list[_Way]:
-    """The algorithms for a product, each with a function that runs it. PyTorch's is the first.
+    """The algorithms for a product, each with a function that runs it. PyTorch's own is the first.
 
-    Each of them runs once here.
+    Each algorithm runs once in this function, which loads its code onto the GPU.
     """
     return _ways_of_e4m3(kind) if kind.shape.is_e4m3 else _ways(kind)
 
 
 def _random(kind: _Kind) -> Callable[..., Tensor]:
     """Returns a function that makes random tensors: sizes -> tensor."""
-    # They come from a separate generator, so that the user's random numbers do not change.
+    # The random numbers come from a separate generator, so that the user's random numbers do not change.
     generator = torch.Generator(kind.device).manual_seed(0)
     return partial(torch.randn, dtype=kind.shape.dtype, device=kind.device, generator=generator)
 
 
 def _ways(kind: _Kind) -> list[_Way]:
-    """As ``_ways_of``, for a product of tensors in fp16 or bf16."""
+    """The algorithms for a product of fp16 or bf16 tensors, each with a function that runs it."""
     shape, device = kind.shape, kind.device
     random = _random(kind)
     x, weight = random(shape.rows, shape.depth), random(shape.columns, shape.depth)
@@ -352,7 +356,7 @@ def _ways(kind: _Kind) -> list[_Way]:
 
 
 def _ways_of_e4m3(kind: _Kind) -> list[_Way]:
-    """As ``_ways_of``, for a product of E4M3 tensors.
+    """The algorithms for a product of E4M3 tensors, each with a function that runs it.
 
     An algorithm of cuBLASLt may give other bits than PyTorch, for two reasons. To add a product to a tensor,
     PyTorch rounds the product and then the sum, and an algorithm rounds only the sum. With a scale for each
@@ -364,7 +368,8 @@ def _ways_of_e4m3(kind: _Kind) -> list[_Way]:
     x, weight = random(shape.rows, shape.depth).to(E4M3), random(shape.columns, shape.depth).to(E4M3)
     start = random(shape.rows, shape.columns)
     bias = random(shape.columns) if shape.has_bias else None
-    # Scales that differ: an algorithm with one scale for all rows must not be near.
+    # The scales of rows differ, so that the result of an algorithm that uses one scale for all rows is far
+    # from PyTorch's.
     sizes = (shape.rows, shape.columns) if shape.has_row_scales else (1, 1)
     scales: Any = tuple(torch.arange(size, dtype=torch.float32, device=device) % 7 + 1 for size in sizes)
     operands = x, weight, scales
@@ -379,7 +384,8 @@ def _ways_of_e4m3(kind: _Kind) -> list[_Way]:
     try:
         found = algorithms(shape, device)
     except Refused:
-        # Some GPUs and versions of cuBLASLt have no products of E4M3 tensors, or cannot add them to a tensor.
+        # cuBLASLt refuses some products of E4M3 tensors, or their addition to a tensor. PyTorch then computes
+        # them.
         found = []
     for algorithm in found:
         try:

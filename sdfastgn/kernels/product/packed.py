@@ -23,10 +23,12 @@ from sdfastgn.kernels.common.private import is_alone, revived
 # Types of device on which parameters are packed. One large matrix product keeps a GPU busier than three small
 # ones. A small product already keeps a CPU busy, so packing would not be faster there.
 PACKED_DEVICES = ("cuda",)
-# Bytes. Matrix products read 16 bytes at once, so each parameter must begin at an address divisible by 16.
+# The address of each parameter is a multiple of this number of bytes, because matrix products read 16 bytes
+# at once.
 _ALIGNMENT = 16
 
-# Address of the first parameter of a row -> weak reference to the allocation in which the row lies.
+# Maps the address of the first parameter of a row (parameters side by side) to a weak reference to the
+# allocation in which the row lies.
 _allocations: dict[int, StorageWeakRef] = {}
 
 
@@ -68,7 +70,7 @@ def joined(row: Sequence[Tensor]) -> Tensor | None:
 
 
 def span(allocation: torch.UntypedStorage, parts: Sequence[Tensor]) -> Tensor | None:
-    """One tensor that covers all ``parts``; None if they are not side by side in ``allocation``."""
+    """One tensor over the tensors ``parts``; None if they are not side by side in ``allocation``."""
     first = parts[0]
     dtype, shape, size = first.dtype, first.shape, first.nbytes
     columns = shape[1:]
@@ -78,7 +80,7 @@ def span(allocation: torch.UntypedStorage, parts: Sequence[Tensor]) -> Tensor | 
         if part.data_ptr() != end or part.dtype != dtype or not part.is_contiguous():
             return None
         own = part.shape
-        if own == shape:  # the usual case, without the slice ``own[1:]``, which takes CPU time
+        if own == shape:  # equal shapes are usual, and compared faster than the slices ``own[1:]``
             end += size
         elif own[1:] == columns:
             end += part.nbytes
@@ -92,7 +94,7 @@ def span(allocation: torch.UntypedStorage, parts: Sequence[Tensor]) -> Tensor | 
 
 
 def unpack(parameters: Iterable[Tensor]) -> None:
-    """Undoes ``pack``: each of the parameters that is in an allocation gets separate memory again."""
+    """Undoes ``pack``: each of the parameters that lies in its allocation gets separate memory again."""
     found = list(parameters)
     with torch.inference_mode(False), torch.no_grad():
         for parameter, is_in in zip(found, are_packed(found), strict=True):
@@ -101,7 +103,7 @@ def unpack(parameters: Iterable[Tensor]) -> None:
 
 
 def are_packed(parts: Sequence[Tensor]) -> list[bool]:
-    """For each of ``parts``, whether it lies in an allocation."""
+    """For each of the tensors ``parts``, whether it lies in an allocation that ``pack`` has made."""
     _forget_freed()
     alive = {a.data_ptr(): a for a in map(revived, list(_allocations.values())) if a is not None}
     starts = sorted(alive)
@@ -135,7 +137,7 @@ def _fits(part: Tensor, first: Tensor) -> bool:
 
 
 def _move(parts: list[Tensor]) -> torch.UntypedStorage:
-    """Moves ``parts`` into a new allocation, and returns it. If an exception is raised, no part was moved."""
+    """Moves the parameters ``parts`` into a new allocation, and returns it. After an error none was moved."""
     # Inference mode is off: a parameter whose memory was allocated in it would become an inference tensor.
     with torch.inference_mode(False), torch.no_grad():
         size = sum(part.nbytes for part in parts)

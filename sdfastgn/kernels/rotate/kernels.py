@@ -31,7 +31,7 @@ def _normalized(x, mean, rest, factor, weight_ptr, bias_ptr, at, mask, LAYER: tl
     """Returns (x - mean - rest) * factor * weight + bias, the normalized elements ``x`` of rows.
 
     Without ``LAYER``, mean and rest are not subtracted, as in an RMS norm. ``at``: the columns of the
-    elements. ``rest``: the rounding error of the mean.
+    elements. ``rest``: the rounding error of the mean. ``factor``: 1 / deviation, or 1 / root mean square.
     """
     if LAYER:
         x = x - mean - rest
@@ -73,8 +73,8 @@ def _rotate_kernel(
         gdc_wait()
     x_ptr += (a * x_a + b * x_b + c * x_c) * VECTOR
     x = tl.load(x_ptr + d, mask=mask, other=0.0).to(tl.float32)
-    # If pairs have an element of each half of a row, these are the columns of the other elements of the
-    # pairs. They have the shape of the tile, so that each thread loads the numbers for its own elements.
+    # ``other``: for each element the column of the other element of its pair, if pairs have an element of
+    # each half. It has the shape of the tile, so that each thread loads the numbers for its own elements.
     other = (d + D // 2) % D + r * 0
     if KIND != "none":
         u, mean, rest = x, 0.0, 0.0

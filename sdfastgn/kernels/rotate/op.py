@@ -76,7 +76,7 @@ def reference_rotate(call: RotateCall) -> Tensor:
         u = x.to(wide)
         if layer:
             u = u - u.mean(-1, keepdim=True)
-            u = u - u.mean(-1, keepdim=True)  # removes the rounding error of the first mean
+            u = u - u.mean(-1, keepdim=True)  # this second mean is the rounding error of the first
         u = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
         u = u if weight is None else u * weight.to(wide)
         x = (u if bias is None else u + bias.to(wide)).to(x.dtype)
@@ -171,7 +171,7 @@ def _check_tables(name: str, call: RotateCall) -> None:
     if call.out is not None and isinstance(call.out, Tensor) and not _has_dense_rows(call.out):
         raise ValueError(f"{name}: the rows of out must be contiguous, got the strides {call.out.stride()}")
     tables = {"cos": call.cos, "sin": call.sin}
-    if call.sin is None:  # then cos may be None too, or has cosine and sine of each pair
+    if call.sin is None:  # without sin, cos is None too, or has cosine and sine of each pair
         del tables["sin"]
     if call.cos is call.sin is None:
         return

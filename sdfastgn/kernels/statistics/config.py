@@ -79,7 +79,7 @@ def statistics_config(
         block, lanes, columns = min(WARP_LOAD, next_power_of_2(HW)), 1, C
         warps = min(_STATISTICS_WARPS, next_power_of_2(C))
     step_rows = lanes if channels_last else block
-    wanted = ceil_div(N * columns * HW, num_sms * warps_per_sm)  # number of positions for each warp
+    wanted = ceil_div(N * columns * HW, num_sms * warps_per_sm)  # positions of x that each warp should reduce
     steps = max(steps_min, min(steps_max, power_of_2_below(wanted // step_rows)))
     steps = min(steps, next_power_of_2(ceil_div(HW, step_rows)))
     tile_rows = step_rows * steps

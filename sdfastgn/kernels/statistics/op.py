@@ -74,13 +74,13 @@ def _reference_statistics(x: Tensor, chunks: int) -> Tensor:
     return reference_channel_statistics(x, chunks).float()
 
 
-# Launches of earlier calls. The key has a call's operation, shapes, strides, dtypes and device, the value is
-# its ``StatisticsLaunch``.
+# Cache of the kernel's launches (``StatisticsLaunch``). The key has a call's operation, shapes, strides,
+# dtypes and device.
 _launches: PlanCache[Any] = PlanCache()
 
 
 def _new_launch(*args: Any, **options: Any) -> Any:
-    from sdfastgn.kernels.statistics.kernels import StatisticsLaunch  # needs Triton
+    from sdfastgn.kernels.statistics.kernels import StatisticsLaunch  # imported late: kernels.py needs Triton
 
     return StatisticsLaunch(*args, **options)
 

@@ -81,7 +81,7 @@ def phases_pay(N: int, C_in: int, C_out: int, H: int, W: int, itemsize: int) -> 
     ``itemsize``: bytes of an element, 2 or 4.
     """
     if N * 4 * C_out * (H + 1) * (W + 1) >= 2**31:
-        return False  # the result of the four convolutions would be too large for cuDNN's 32-bit offsets
+        return False  # the result of the four convolutions is too large for cuDNN's 32-bit offsets
     saved_flops = 2 * C_in * C_out * N * (9 * 4 * H * W - 4 * 4 * (H + 1) * (W + 1))
     saved_bytes = (5 * N * H * W * C_in - (9 + 16) * C_in * C_out) * itemsize
     return saved_flops / _FLOPS[itemsize] + saved_bytes / _BYTES > _LAUNCH

@@ -82,13 +82,13 @@ def convolve_phases(
     must be channels-last, or it must have gaps in memory and channels with stride 1. It is then copied to
     channels-last.
     """
-    from sdfastgn.kernels.upsample import conv_kernels  # needs Triton
+    from sdfastgn.kernels.upsample import conv_kernels  # imported late: conv_kernels.py needs Triton
 
     C_out, C_in = weight.shape[:2]
     phases = empty_laid_out(weight, (4 * C_out, C_in, 2, 2), channels_last=True)
     conv_kernels.launch_phase_weights(dense(weight), phases)
     t = torch.ops.aten.conv2d.default(dense(x), phases, padding=[1, 1])
-    if not is_channels_last(t):  # possible if x has one channel or one pixel, so that its layout is ambiguous
+    if not is_channels_last(t):  # if x has one channel or one pixel, t can be channels-first
         t = t.contiguous(memory_format=torch.channels_last)
     y = empty_image(x, C_out, 2 * x.shape[2], 2 * x.shape[3])
     statistics = None

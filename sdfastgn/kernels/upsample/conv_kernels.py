@@ -243,8 +243,7 @@ def _interleave_statistics_kernel(
 
 # --- launchers ------------------------------------------------------------------------------------
 
-# Launches of earlier calls, for all kernels of this file. The key has a call's shape, dtype, device and
-# options.
+# Cache of the launches of all kernels of this file. The key has a call's shape, dtype, device and options.
 _launches: PlanCache[Launch] = PlanCache()
 
 

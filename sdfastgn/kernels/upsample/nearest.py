@@ -32,7 +32,7 @@ from sdfastgn.kernels.common.plan_cache import PlanCache
 def reference_upsample_nearest_2x(x: Tensor) -> Tensor:
     """Computes ``upsample_nearest_2x`` in plain PyTorch, for calls that the kernel cannot run."""
     # On a GPU, x is first made channels-first. PyTorch's channels-last kernel fails for 2^31 elements or
-    # more, and in older versions for batches of 64 (pytorch #81665, #141831).
+    # more, and in older versions of PyTorch for batches of 64.
     y = torch.ops.aten.upsample_nearest2d.vec(x if x.is_cpu else x.contiguous(), None, [2.0, 2.0])
     return laid_out(y.to(x.dtype), dense_is_channels_last(x))
 
@@ -81,7 +81,7 @@ def _runs_kernel(x: Tensor) -> bool:
     return dispatch.runs_in_triton(x) and x.numel() > 0 and dense_is_channels_last(x)
 
 
-# Launches of earlier calls. The key has True for a backward, and shape, dtype and device of the tensor with
+# Cache of kernel launches. The key is True for a backward, then shape, dtype and device of the tensor with
 # the smaller images.
 _launches: PlanCache[Any] = PlanCache()
 
@@ -89,11 +89,12 @@ _launches: PlanCache[Any] = PlanCache()
 @dispatch.kernels_of("upsample_nearest_2x")
 def _by_kernel(x: Tensor, y: Tensor, *, backward: bool) -> Tensor:
     """Launches the kernel of the forward or backward, which reads ``x`` and fills ``y``. Returns ``y``."""
-    small = y if backward else x  # the tensor of low resolution
+    small = y if backward else x  # x or y: the tensor with the smaller images
     key = (backward, small.shape, small.dtype, small.device)
     found = _launches.get(key)
     if found is None:
-        from sdfastgn.kernels.upsample.nearest_kernels import upsample_launch  # needs Triton
+        # ``nearest_kernels.py`` is imported only here, because it needs Triton.
+        from sdfastgn.kernels.upsample.nearest_kernels import upsample_launch
 
         found = _launches[key] = upsample_launch(small, backward=backward)
     found.run(dense(x), y)
