@@ -170,7 +170,7 @@ def _breakdown(parts: Sequence[dict[str, Any]], events: Sequence[Any], **values:
     longest = [entry for _, entry in sorted(joined.items(), key=lambda item: (-item[1]["ms"], item[0]))]
     listed = [{**entry, "calls": round(entry["calls"], 2)} for entry in longest]
     return Breakdown(
-        # Without gaps, rounding may make the total slightly smaller than the sum. Gaps are at least zero.
+        # Rounding may make the categories' sum slightly larger than the total. Gaps are at least zero.
         categories={**sums, GAPS: max(0.0, total_ms - sum(sums.values()))},
         total_ms=total_ms,
         floor_ms=sum(sums[name] for name in FLOOR),

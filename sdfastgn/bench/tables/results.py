@@ -70,7 +70,7 @@ def read_result(path: Path, name: str) -> Result:
     damaged = path
     try:
         for table in tables_of(result):
-            # ``join`` raises an error for a cell that is no text.
+            # In a damaged file a cell may be no text. Then ``join`` raises an error.
             "".join(cell for row in table.body for cell in row)
         times_of(result), source_line(result.content)
         damaged = images
