@@ -83,7 +83,7 @@ def run_bench(
 
 def _kind(configs: Sequence[BenchConfig]) -> str:
     if launched():
-        # Processes that share a host slow each other down, so their times do not have the kind "end_to_end".
+        # The kind is not "end_to_end": times of processes that share a host differ from those of one process.
         return "processes"
     if configs[0].preset:
         return "preset"

@@ -156,7 +156,7 @@ class _Case:
         return dict(zip((*names, *self._gradient_names), (*outputs, *timed), strict=True))
 
     def _judge(self, row: KernelRow, outputs: dict[str, Tensor]) -> None:
-        """Set the errors of ``row`` against fp64. If one is too large, set the row's status and reason too."""
+        """Set the errors of ``row`` against fp64. If one is too large, set status and reason too."""
         errors = {name: relative_error(output, self._truth[name]) for name, output in outputs.items()}
         row.errors = {name: error for name, error in errors.items() if math.isfinite(error)}
         row.error = max(errors.values()) if len(row.errors) == len(errors) else None

@@ -49,9 +49,9 @@ _APEX_ONE_PASS = 1024
 def _with_statistics(
     task: str, sizes: Callable[[Shape], dict[str, Shape]], plain: Call, ours: Call
 ) -> Operation:
-    """An operation with two implementations. ``ours`` also computes statistics of its result, ``plain`` does not.
+    """An operation with two implementations: ``plain``, and ``ours``, which also computes statistics of y.
 
-    A GroupNorm that is given these statistics need not read the result to compute them. The table shows
+    A GroupNorm that is given these statistics need not read y to compute them. The table shows
     what the statistics cost. ``task``: the name of the task, such as "add". The implementation ``plain``
     has this name too, and the other one has it with "_with_statistics" at the end.
     """
