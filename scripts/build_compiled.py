@@ -218,9 +218,10 @@ def _video_calls(model: str) -> Iterator[Any]:
 
 
 def as_optimized(network: Any, calls: Sequence[Any]) -> Iterator[Any]:
-    """Optimizes ``network``. Yields functions that run what its ``calls`` then run.
+    """Optimizes ``network``. Yields functions that launch the same kernels as ``calls`` of this network.
 
-    A call then runs as a plan (a traced and rewritten list of kernels), or with fused blocks.
+    If the network gets plans (traced and rewritten lists of kernels), each function runs a plan. Otherwise
+    the functions are ``calls``, which then run fused blocks.
     """
     _optimize(network)
     if not gets_plans(network):

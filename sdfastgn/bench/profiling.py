@@ -95,7 +95,7 @@ class Breakdown:
 
 
 def _entry(name: str, found: str, microseconds: float, calls: float = 1.0) -> dict[str, Any]:
-    """An entry of a breakdown for one launch, or for the part of a launch that counts for category ``found``.
+    """A kernel launch, or the part of it that counts for the category ``found``, as a dict for a breakdown.
 
     ``calls``: 1 for a whole launch, else the part's share of the launch.
     """

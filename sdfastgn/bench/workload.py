@@ -183,9 +183,9 @@ def build_video(config: BenchConfig) -> Workload:
 
 
 def _start_arguments(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments of a pipeline's call with which it starts: noise as latents, or a random image.
+    """The arguments of a pipeline's call that say from what it starts: noise as latents.
 
-    Image-to-image pipelines get an image.
+    Image-to-image pipelines start from a random image instead.
     """
     # ``randn`` draws in fp32 and then casts to ``dtype``. So pipelines in fp16 and fp32 start from the same
     # noise.

@@ -168,7 +168,7 @@ class Job:
         return self.out / f"{line:05}.png"
 
     def place(self, line: int) -> str:
-        """Where a line's prompt comes from, for errors."""
+        """Names the place of a line's prompt in errors: the file and the line, or the option."""
         return "--prompt" if self.prompts is None else f"{self.prompts}:{line}"
 
     def filled(self, own: Mapping[str, Any]) -> Job:

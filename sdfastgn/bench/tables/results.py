@@ -30,7 +30,8 @@ NO_GPU = "no GPU: sdfastgn runs stock's own code here, so its times should be ab
 # Settings in which a run may differ from its preset (a benchmark that another project publishes) and still be
 # compared with the preset's published numbers.
 _FREE_SETTINGS = ("repeats",)
-# Settings of a pipeline that a preset may leave out -> the values that they then have.
+# Settings of a pipeline that a preset (a benchmark that another project publishes) may leave out -> the
+# values that they then have.
 _DEFAULTS = {name: getattr(BenchConfig, name) for name in ("scheduler", "guidance", "prompt", "seed")}
 
 
