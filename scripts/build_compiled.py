@@ -158,7 +158,7 @@ def stand_ins(multiprocessors: int) -> list[tuple[Any, str, Any]]:
         (dispatch, "is_supported", lambda x: x.dtype in dispatch.KERNEL_DTYPES),
         (torch, "is_autocast_enabled", lambda *kind: kind != ("meta",) and has_autocast(*kind)),
         (packed, "PACKED_DEVICES", ("meta",)),
-        # Replaced functions of ``packed`` read the addresses of tensors, which are all 0 on the device meta.
+        # The original functions of ``packed`` read tensors' addresses, which are all 0 on the device meta.
         (packed, "_move", move),
         (packed, "joined", joined),
         (packed, "span", lambda allocation, parts: joined(parts)),

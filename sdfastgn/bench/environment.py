@@ -99,7 +99,7 @@ def kernels_reason(device: torch.device) -> str | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a warning is not shown: its text is returned instead
             sdfastgn.group_norm(torch.ones(1, 32, 4, 4, device=device), 32)
-    except Exception as error:  # the call failed: perhaps too little memory is free
+    except Exception as error:  # the kernel's call failed: perhaps too little memory is free
         return one_line(error)
     return dispatch.why_off or next(iter(dispatch.ops_off.values()), None)
 

@@ -34,8 +34,8 @@ class Bar:
     """A time, shown as a bar.
 
     Attributes:
-        name: what was timed: the label of the variant (way to run a model) and, if several runs are shown, the
-            run's name.
+        name: what was timed: the label of the variant (way to run a model) and, if several runs are shown,
+            the run's name.
         ms: the time in milliseconds, as text; empty if nothing was timed.
         width: the length of the bar in percent of the longest bar.
         note: the speed-up, or the reason why there is no time.

@@ -278,7 +278,7 @@ def _measure(
         row.its = 1e3 * (config.steps if config.part == "pipeline" else 1) / timed.median_ms
         if workload.memory is not None:
             row.saved_mib, row.step_mib = workload.memory()
-        # Replays write into the memory of ``_output``. It must stay alive while ``_profile`` replays.
+        # Replays write into the memory of ``_output``, which must stay alive while ``_profile`` replays.
         replay, _output = _replay(row, config, variant, workload, stock)
         if config.profile:
             _profile(row, config, workload.call, replay)

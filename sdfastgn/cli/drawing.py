@@ -43,7 +43,7 @@ def _is_finished(path: Path, settings: Mapping[str, Any]) -> bool:
 
     Raises OptionError if the file is an image with other settings, or was not written by sdfastgn.
     """
-    if not path.exists() or not path.stat().st_size:  # an empty file, which a crash may leave, does not count
+    if not path.exists() or not path.stat().st_size:  # a file that a crash has left empty is not finished
         return False
     what = "cannot be read as an image"
     try:

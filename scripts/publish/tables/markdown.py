@@ -53,7 +53,7 @@ def _date(run: dict[str, Any]) -> str:
 
 
 def failed_cells(first: Sequence[str], status: str, reason: str, columns: int) -> list[str]:
-    """Returns the cells of a row without times: ``first``, one with status and reason, then ``NOTHING``."""
+    """Returns the cells of a row without times: ``first``, status and reason, then cells with no value."""
     return [*first, f"{status} {reason}".strip(), *[NOTHING] * (columns - len(first) - 1)]
 
 
