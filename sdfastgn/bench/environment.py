@@ -107,7 +107,7 @@ def kernels_reason(device: torch.device) -> str | None:
 def environment(device: torch.device, switches: dict[str, bool] | None = None) -> dict[str, Any]:
     """Returns a dict for JSON: GPU, driver, versions, source code, date and ``switches``.
 
-    ``switches``: name of a global switch of PyTorch, such as ``cudnn_benchmark`` -> its value.
+    ``switches``: name of a global switch of PyTorch, such as ``cudnn.benchmark`` -> its value.
 
     The dict also has the number of entries in Triton's cache before the measurement: kernels in the cache
     need no compilation, which makes a first call faster. So call this function before you measure.
