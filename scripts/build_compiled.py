@@ -46,13 +46,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = ROOT / "integrations" / "compiled"
 # Generation of GPUs (compute capability) -> numbers of multiprocessors of its GPUs. A GPU whose number is
 # between two of these numbers needs few kernels that are not compiled. Source: NVIDIA's data sheets.
+# Not listed are A10 with 72 multiprocessors, A40 with 84, L4 with 58 and L40S with 142.
 MULTIPROCESSORS = {
     "sm_80": (108,),  # A100
-    "sm_86": (28, 46, 68, 82),  # RTX 3060, 3070, 3080, 3090; A10 has 72 multiprocessors, A40 84
-    "sm_89": (24, 34, 46, 66, 128),  # RTX 4060, 4060 Ti, 4070, 4070 Ti Super, 4090; L4: 58, L40S: 142
-    "sm_90": (114, 132),  # H100 PCIe; H100, H200
+    "sm_86": (28, 46, 68, 82),  # multiprocessors of RTX 3060, 3070, 3080 and 3090
+    "sm_89": (24, 34, 46, 66, 128),  # multiprocessors of RTX 4060, 4060 Ti, 4070, 4070 Ti Super, 4090
+    "sm_90": (114, 132),  # multiprocessors of H100 PCIe, and of H100 and H200
     "sm_100": (148,),  # B200
-    "sm_120": (36, 48, 70, 170, 188),  # RTX 5060 Ti, 5070, 5070 Ti, 5090, RTX PRO 6000
+    "sm_120": (36, 48, 70, 170, 188),  # multiprocessors of RTX 5060 Ti, 5070, 5070 Ti, 5090, PRO 6000
 }
 Size = tuple[int, int]
 # Model -> (height, width) of its images in pixels. SDXL was trained with these and more elongated sizes.
@@ -137,7 +138,7 @@ def compiled(job: Job) -> dict[str, archive.Kernel]:
 
 def stand_ins(multiprocessors: int) -> list[tuple[Any, str, Any]]:
     """Returns (module, name, value) for each attribute to replace, so that the device meta acts as a GPU."""
-    # PyTorch's function raises an error for the device meta. Its replacement returns False for meta.
+    # ``is_autocast_enabled`` raises an error for the device meta. Its replacement returns False for meta.
     has_autocast = torch.is_autocast_enabled
 
     def move(parts: Sequence[torch.Tensor]) -> torch.UntypedStorage:
@@ -157,7 +158,7 @@ def stand_ins(multiprocessors: int) -> list[tuple[Any, str, Any]]:
         (dispatch, "is_supported", lambda x: x.dtype in dispatch.KERNEL_DTYPES),
         (torch, "is_autocast_enabled", lambda *kind: kind != ("meta",) and has_autocast(*kind)),
         (packed, "PACKED_DEVICES", ("meta",)),
-        # These replacements do without the addresses of tensors, which are all 0 on the device meta.
+        # The original functions of ``packed`` read tensors' addresses, which are all 0 on the device meta.
         (packed, "_move", move),
         (packed, "joined", joined),
         (packed, "span", lambda allocation, parts: joined(parts)),
@@ -217,9 +218,10 @@ def _video_calls(model: str) -> Iterator[Any]:
 
 
 def as_optimized(network: Any, calls: Sequence[Any]) -> Iterator[Any]:
-    """Optimizes ``network``. Yields functions that run what its ``calls`` then run.
+    """Optimizes ``network``. Yields functions that launch the same kernels as ``calls`` of this network.
 
-    A call then runs as a plan (a traced and rewritten list of kernels), or with fused blocks.
+    If the network gets plans (traced and rewritten lists of kernels), each function runs a plan. Otherwise
+    the functions are ``calls``, which then run fused blocks.
     """
     _optimize(network)
     if not gets_plans(network):

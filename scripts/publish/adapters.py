@@ -78,7 +78,7 @@ class Step:
             return self.model(**self.inputs, return_dict=False)[0]
 
     def calls(self, numbers: Iterable[int]) -> Tensor:
-        """Calls the model once for each of ``numbers``, which are given to ``before_call``.
+        """Calls the model once for each of ``numbers``, the numbers of calls that ``before_call`` gets.
 
         Returns the output of the last call.
         """

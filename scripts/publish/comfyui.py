@@ -139,7 +139,7 @@ def rows_of(cases: list[Case], end: float) -> Iterator[dict[str, Any]]:
         futures.wait(ready)
         for pool, case, prepared in zip(pools, cases, ready, strict=True):
             yield {**case.told(), **_measured(pool, case, prepared, time.perf_counter() > end)}
-            pool.shutdown()  # this ends the process of the case, which frees the GPU's memory
+            pool.shutdown()  # ``shutdown`` ends the process of the case, which frees the GPU's memory
 
 
 def line_of(row: dict[str, Any]) -> str:

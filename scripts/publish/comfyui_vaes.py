@@ -100,7 +100,8 @@ def _cosmos() -> nn.Module:
         channels=128, channels_mult=[2, 4, 4], num_res_blocks=2, attn_resolutions=[32], dropout=0.0,
         patch_size=4, num_groups=1, temporal_compression=8, spacial_compression=8,
     )  # fmt: skip
-    # ComfyUI recognizes a file by this buffer. Published files have it, and the state dict here has not.
+    # ComfyUI recognizes Cosmos' files by buffers of ``unpatcher3d``, which published files contain. The next
+    # line makes the state dict of ``model`` contain them too.
     model.decoder.unpatcher3d._non_persistent_buffers_set.clear()
     return model
 
@@ -149,7 +150,7 @@ def main(
     for folder in folders:
         try:
             rows = in_a_process(rows_of, folder, rounds)
-        except Exception as error:  # a row gets the error's text, and the next release is timed
+        except Exception as error:  # the run goes on after an error, whose text is in the release's row
             rows = [
                 {"comfyui": comfyui_checkout.release_of(folder), "status": FAILED, "reason": one_line(error)}
             ]
@@ -173,7 +174,7 @@ def rows_of(folder: Path, rounds: int) -> list[dict[str, Any]]:
         try:
             with tempfile.TemporaryDirectory() as files:
                 row |= {"status": OK, **times_of(each, rounds, Path(files))}
-        except Exception as error:  # the row gets the error's text, and the next decode is timed
+        except Exception as error:  # the run goes on after an error, whose text is in the decode's row
             row |= {"status": FAILED, "reason": one_line(error)}
         print(row, flush=True)
         rows.append(row)
@@ -214,7 +215,7 @@ def _loaded(build: Callable[[], nn.Module], files: Path) -> Any:
     import nodes
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):  # not "meta": Cosmos' constructor reads values
+    with torch.device(device):  # not the device meta: the constructor of Cosmos' autoencoder reads values
         module = build()
     save_file(comfyui_models.random_weights(module, torch.bfloat16, device), files / "vae.safetensors")
     folder_paths.add_model_folder_path("vae", str(files), is_default=True)

@@ -100,7 +100,7 @@ def main(
                 try:
                     with stage(setting.label):
                         row |= in_a_process(times_of, folder, setting.options, where, size, steps, rounds)
-                except Exception as error:  # the row gets the error's text, and the next setting is timed
+                except Exception as error:  # the run goes on after an error, whose text is in the row
                     row |= {"status": FAILED, "reason": one_line(error)}
                 print(row, flush=True)
                 content["rows"].append(row)

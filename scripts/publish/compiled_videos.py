@@ -69,7 +69,7 @@ def measure(case: Case, device: torch.device, note: Note) -> None:
         first, found = timing.time_once(ours, device)
         error = relative_error(found, expected)
         stock_ms, ours_ms = in_turns((stock, ours), device)
-    except Exception as reason:  # the row gets the error's text
+    except Exception as reason:  # the network failed: its row gets the error's text
         note(replace(row, status=documents.FAILED, reason=one_line(reason)))
         return
     row = replace(

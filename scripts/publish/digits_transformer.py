@@ -57,7 +57,7 @@ class Prompts(NamedTuple):
     pooled: Tensor
 
     def of(self, which: Any) -> Prompts:
-        """Some of the prompts. ``which``: an index of the first axis, such as a list."""
+        """The prompts whose numbers are in ``which``, an index such as a list."""
         return Prompts(self.tokens[which], self.pooled[which])
 
 

@@ -231,7 +231,7 @@ def measured(
         if variant == "sdfastgn_fp8" and fp8.device_reason(truth[1].device) is not None:
             continue
         sdfastgn.optimize(model.target, precision="fp8" if variant == "sdfastgn_fp8" else None)
-        model.draw(OTHERS, size.steps)  # in these calls FP8 learns the scales that hold for a whole tensor
+        model.draw(OTHERS, size.steps)  # FP8 learns its scales for whole tensors while these images are drawn
         yield _row(name, variant, model, size, truth)
     sdfastgn.restore(model.target)
     if isinstance(model.target, nn.Module):

@@ -116,7 +116,7 @@ def peaks(
             return None
         try:
             return in_a_process(peak, row, device)
-        except Exception as error:  # the process failed; the other rows are still measured
+        except Exception as error:  # the row's process failed; the other rows are still measured
             return replace(row, status=documents.FAILED, reason=one_line(error))
 
     for batch in BATCHES:

@@ -66,7 +66,7 @@ def case(
     is_long: bool = False,
     **config: Any,
 ) -> Callable[[Prepare], Prepare]:
-    """A decorator that adds a ``Case`` to ``CASES``.
+    """A decorator that adds a ``Case`` (a model and its timed call) to ``CASES``.
 
     The model is the diffusers class ``cls`` with the arguments ``config``. The decorated function is the
     case's ``prepare``.
@@ -88,9 +88,10 @@ def tokens(draw: Draw, width: int, length: int = 77) -> Tensor:
 
 
 def step_of(name: str, **more: Callable[[Draw], Any]) -> Prepare:
-    """Returns a ``Prepare`` for a step of the UNet ``name`` (a key of ``UNETS``), or of its ControlNet.
+    """Returns a function that makes the timed call: a step of the UNet ``name``, or of its ControlNet.
 
-    ``more``: name of a further argument of the call -> function that makes it from ``draw``.
+    ``name``: a key of ``UNETS``. ``more``: name of a further argument of the call -> function that
+    makes this argument from ``draw``.
     """
 
     def prepare(model: Any, draw: Draw) -> Callable[[], Any]:
@@ -106,9 +107,9 @@ def step_of(name: str, **more: Callable[[Draw], Any]) -> Prepare:
 
 
 def decode_of(*latents: int, **options: Any) -> Prepare:
-    """Returns a ``Prepare`` for a decode of random latents. ``latents``: their shape.
+    """Returns a function that makes the timed call: a decode of random latents.
 
-    ``options``: further arguments of ``decode``.
+    ``latents``: their shape. ``options``: further arguments of ``decode``.
     """
 
     def prepare(model: Any, draw: Draw) -> Callable[[], Any]:
@@ -120,7 +121,10 @@ def decode_of(*latents: int, **options: Any) -> Prepare:
 
 
 def encode_of(*pixels: int) -> Prepare:
-    """Returns a ``Prepare`` for an encode of a random image or video. ``pixels``: its shape."""
+    """Returns a function that makes the timed call: an encode of a random image or video.
+
+    ``pixels``: the shape of the image or video.
+    """
 
     def prepare(model: Any, draw: Draw) -> Callable[[], Any]:
         x = draw(*pixels)
@@ -130,9 +134,10 @@ def encode_of(*pixels: int) -> Prepare:
 
 
 def encode_case(name: str, *pixels: int, prepare: Prepare | None = None, is_long: bool = False) -> None:
-    """Adds the ``Case`` "MODEL encode, SIZE" to ``ENCODES``, for the model of the case "MODEL decode, ...".
+    """Adds a ``Case`` with the name "MODEL encode, SIZE" to ``ENCODES``.
 
-    ``pixels``: the shape of the image or video. ``prepare``: takes the place of ``encode_of(*pixels)``.
+    Its model is that of the case "MODEL decode, ..." in ``CASES``. ``pixels``: the shape of the image
+    or video. ``prepare``: takes the place of ``encode_of(*pixels)``.
     """
     decodes = name.partition(" encode")[0] + " decode"
     same = next(case for case in CASES if case.name.startswith(decodes))
@@ -140,7 +145,7 @@ def encode_case(name: str, *pixels: int, prepare: Prepare | None = None, is_long
 
 
 def call_of(network: VideoNetwork) -> Prepare:
-    """Returns a ``Prepare`` for a call of ``network`` at its own size."""
+    """Returns a function that makes the timed call: a call of ``network`` at its own size."""
     size = {"frames": network.frames, "height": network.height, "width": network.width}
 
     def prepare(model: Any, draw: Draw) -> Callable[[], Any]:
@@ -150,7 +155,7 @@ def call_of(network: VideoNetwork) -> Prepare:
 
 
 def video_case(name: str, model: str, part: str) -> None:
-    """Adds a ``Case`` for the network ``VIDEO_NETWORKS[model][part]`` to ``CASES``."""
+    """Adds the timed call of the network ``VIDEO_NETWORKS[model][part]`` to ``CASES``."""
     network = VIDEO_NETWORKS[model][part]
     case(name, network.cls, DTYPES[network.dtype], is_video=True, **network.config)(call_of(network))
 

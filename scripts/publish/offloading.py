@@ -153,7 +153,7 @@ def _text_encoder(family: str, config: dict[str, Any], device: torch.device) -> 
 
 def rows(name: str, device: torch.device, tiny: bool) -> Iterator[OffloadingRow]:
     """Yields the row of the stock pipeline, then the row of the optimized pipeline."""
-    release_memory()  # this frees the pipeline that was measured before
+    release_memory()  # the pipeline that was measured before is freed
     offloaded = PIPELINES[name](device, tiny)
     pipe = offloaded.pipe
     pipe.set_progress_bar_config(disable=True)

@@ -155,7 +155,7 @@ def _in_graphs(calls: dict[str, Call], device: torch.device) -> dict[str, float]
         try:
             with torch.cuda.graph(graph):
                 call()
-        except Exception as error:  # for instance, a copy from the CPU cannot be captured
+        except Exception as error:  # some calls cannot be captured, such as calls that copy from the CPU
             print(f"  {name} has no graph: {one_line(error)}", flush=True)
             timing.synchronize(device)
         else:
@@ -178,7 +178,7 @@ def rows(cases: Sequence[Case], device: torch.device, has_exact: bool) -> Iterat
     for each in cases:
         try:
             row = measured(each, device, has_exact=has_exact)
-        except Exception as error:  # the row gets the error's text, and the next model is timed
+        except Exception as error:  # the run goes on after an error, whose text is in the model's row
             traceback.print_exc(limit=4)
             row = PlanRow.failed(each.name, str(each.dtype), one_line(error))
         release_memory()

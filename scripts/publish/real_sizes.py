@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             start = time.perf_counter()
             try:
                 rows.append(measured(each, device))
-            except Exception as error:  # the row gets the error's text, and the next model is timed
+            except Exception as error:  # the run goes on after an error, whose text is in the model's row
                 rows.append(SizeRow.failed(each.name, str(each.dtype), one_line(error)))
             release_memory()
             print(f"{time.perf_counter() - start:5.1f} s  {rows[-1]}", flush=True)

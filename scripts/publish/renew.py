@@ -147,7 +147,7 @@ def execute(arguments: Sequence[str], log: Path | None, timeout: float) -> int |
         try:
             return process.wait(timeout)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)  # the signal also ends the program's own child processes
+            os.killpg(process.pid, signal.SIGKILL)  # this ends the program and its child processes
             process.wait()
             if isinstance(error, subprocess.TimeoutExpired):
                 return None

@@ -151,7 +151,7 @@ async def load(url: str, body: dict[str, Any], clients: int, seeds: Iterable[int
         left, taken, lost = iter(seeds), [], []
 
         async def ask() -> None:
-            for seed in left:  # all clients share this iterator, so each seed is asked for once
+            for seed in left:  # all clients share the iterator ``left``, so each seed is asked for once
                 start = time.perf_counter()
                 try:
                     (await client.post("/images", json={**body, "seed": seed})).raise_for_status()

@@ -103,7 +103,7 @@ def ray_started(config: BenchConfig, replicas: int) -> Iterator[str]:
     from ray import serve
 
     sys.path.insert(0, str(EXAMPLES))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # usage statistics would need the network
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends no statistics, which need a network
     ray.init(
         address="local",  # a new Ray is started, even if one runs already
         num_cpus=replicas,  # each replica takes one CPU
@@ -135,7 +135,7 @@ def deploy(config: BenchConfig, folder: str, replicas: int) -> None:
         min_replicas=replicas,
         max_replicas=replicas,
     )
-    serve.delete("default")  # this ends the replicas that an earlier call of the function has started
+    serve.delete("default")  # replicas of an earlier call of ``deploy`` are ended
     serve.run(example.application(settings))
     _until(lambda: running() == replicas)
 
@@ -192,7 +192,7 @@ def rows(config: BenchConfig, replicas: int, requests: int) -> Iterator[Replicas
     body = body_of(config)
     with tempfile.TemporaryDirectory() as folder:
         stock = gate.Reference(save(config, folder))
-        release_memory()  # the first replica needs the memory, because it runs on the same GPU
+        release_memory()  # stock's memory is freed for the first replica, which uses the same GPU
         with ray_started(config, replicas) as url:
             for count in dict.fromkeys((1, replicas)):
                 deploy(config, folder, count)
@@ -201,7 +201,7 @@ def rows(config: BenchConfig, replicas: int, requests: int) -> Iterator[Replicas
                     return
                 for clients in CLIENTS:
                     yield _row(count, clients, asyncio.run(load(url, body, clients, range(requests))))
-            if replicas > 1:  # the other replicas answer while the killed one is replaced
+            if replicas > 1:  # a single replica is not killed: none could answer until it is replaced
                 yield killed(url, body, replicas, max(CLIENTS))
 
 

@@ -125,7 +125,7 @@ def measured(model: str, size: int, dtype: torch.dtype, device: torch.device) ->
         row = DecodeRow(size, is_optimized, tile)
         try:
             image, seconds, peak = timed(ours if is_optimized else stock, z, tile)
-        except Exception as error:  # without tiles there may be too little memory
+        except Exception as error:  # a decode without tiles may need too much memory
             yield replace(row, status=documents.FAILED, reason=one_line(error))
             continue
         difference = None if expected is None else relative_error(image, expected)

@@ -36,7 +36,7 @@ def cuda_package_reason(package: str, device: torch.device, title: str = "") -> 
 def _output_of(*command: str) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=PACKAGE_ROOT)
-    except (OSError, subprocess.SubprocessError):  # for instance, the program is not installed
+    except (OSError, subprocess.SubprocessError):  # the command failed: perhaps its program is missing
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 
@@ -97,18 +97,20 @@ def kernels_reason(device: torch.device) -> str | None:
         return reason
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # this function returns the reason that a warning would give
+            warnings.simplefilter("ignore")  # a warning is not shown: its text is returned instead
             sdfastgn.group_norm(torch.ones(1, 32, 4, 4, device=device), 32)
-    except Exception as error:  # another process may use all memory of the GPU, for instance
+    except Exception as error:  # the kernel's call failed: perhaps too little memory is free
         return one_line(error)
     return dispatch.why_off or next(iter(dispatch.ops_off.values()), None)
 
 
 def environment(device: torch.device, switches: dict[str, bool] | None = None) -> dict[str, Any]:
-    """Returns a dict for JSON: GPU, driver, versions, source code, date and the given ``switches``.
+    """Returns a dict for JSON: GPU, driver, versions, source code, date and ``switches``.
 
-    It also has the number of entries in Triton's cache before the measurement: kernels in the cache need no
-    compilation, which makes a first call faster. So call this function before you measure.
+    ``switches``: name of a global switch of PyTorch, such as ``cudnn.benchmark`` -> its value.
+
+    The dict also has the number of entries in Triton's cache before the measurement: kernels in the cache
+    need no compilation, which makes a first call faster. So call this function before you measure.
     """
     cache = triton_cache()
     entries = sum(1 for _ in cache.iterdir()) if cache.is_dir() else 0

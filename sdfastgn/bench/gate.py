@@ -93,7 +93,7 @@ def _error_bound(config: BenchConfig) -> float:
 
 
 def tensors(output: Any) -> dict[str, torch.Tensor]:
-    """Return ``output`` as a dict: name of a parameter -> its gradient, or ``{"": tensor}``."""
+    """Return ``output`` if it is a dict of gradients, else ``{"": output}`` with ``output`` as a tensor."""
     return output if isinstance(output, dict) else {"": torch.as_tensor(output)}
 
 
@@ -102,7 +102,7 @@ def kept(output: Any) -> Any:
 
     An array of images is returned as it is: it is on the CPU, where no replay writes.
     """
-    if isinstance(output, dict):  # gradients are kept on the CPU, because the peak of GPU memory is measured
+    if isinstance(output, dict):  # gradients go to the CPU: on the GPU they would raise the measured peak
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in output.items()}
     return output.detach().clone() if isinstance(output, torch.Tensor) else output
 

@@ -33,7 +33,7 @@ _OWN_FILES = (
     ("geglu", POINTWISE),
     ("rotate", POINTWISE),
     ("quantize_rows", POINTWISE),
-    ("upsample", POINTWISE),  # the convolution of upsample_conv2d runs in cuDNN, not in these kernels
+    ("upsample", POINTWISE),  # sdfastgn's upsampling kernels; in upsample_conv2d cuDNN runs the convolution
     ("checksum", POINTWISE),
 )
 
@@ -41,7 +41,7 @@ _Rules = tuple[tuple[str, re.Pattern[str]], ...]
 
 
 def _rules(*rules: tuple[str, str]) -> _Rules:
-    # VERBOSE ignores spaces and line breaks in a pattern, so that long patterns can be broken.
+    # With re.VERBOSE a long pattern can take several lines: spaces and line breaks in it are ignored.
     return tuple((name, re.compile(pattern, re.IGNORECASE | re.VERBOSE)) for name, pattern in rules)
 
 

@@ -42,7 +42,7 @@ class Meeting:
         PartialState().wait_for_everyone()
         try:
             seconds, _ = time_once(calls, device)
-        except Exception as error:  # the other processes wait for a result, and get this reason instead
+        except Exception as error:  # the other processes wait for this process, so they get the error's text
             return _gathered(reason=one_line(error))
         return _gathered(seconds)
 

@@ -34,7 +34,8 @@ class Bar:
     """A time, shown as a bar.
 
     Attributes:
-        name: what was timed: the variant's label and, if several runs are shown, the run's name.
+        name: what was timed: the label of the variant (way to run a model) and, if several runs are shown,
+            the run's name.
         ms: the time in milliseconds, as text; empty if nothing was timed.
         width: the length of the bar in percent of the longest bar.
         note: the speed-up, or the reason why there is no time.
@@ -80,7 +81,10 @@ def write_page(path: Path, results: Sequence[Result]) -> None:
 
 
 def _by_variant(part: list[tuple[int, Row]]) -> list[tuple[int, Row]]:
-    """Sort ``part``, pairs (index of the run, row), so that all rows of a variant are adjacent."""
+    """Sort ``part``, pairs (index of the run, row), so that rows of the same variant are adjacent.
+
+    A variant is a way to run a model.
+    """
     variants = list(dict.fromkeys(row.variant for _, row in part))
     return sorted(part, key=lambda pair: variants.index(pair[1].variant))
 
@@ -125,8 +129,8 @@ def figures(rows: Sequence[Row], images: Mapping[str, np.ndarray]) -> list[tuple
     """
     of_variant = {row.variant: row for row in rows}
     names = {"eager": f"stock {rows[0].dtype}"}
-    # Of the variants that use sdfastgn, the page shows two: the first variant in the model's dtype, and the
-    # FP8 variant.
+    # Of the variants (ways to run a model) with sdfastgn, the page shows two: the first variant in the
+    # model's dtype, and the FP8 variant.
     ours = next((name for name in VARIANTS if is_ours(name) and name != FP8 and name in images), None)
     if ours is not None:
         names[ours] = f"optimized {rows[0].dtype}"

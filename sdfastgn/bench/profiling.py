@@ -95,7 +95,7 @@ class Breakdown:
 
 
 def _entry(name: str, found: str, microseconds: float, calls: float = 1.0) -> dict[str, Any]:
-    """An entry of a breakdown for one launch, or for the part of a launch that counts for category ``found``.
+    """A kernel launch, or the part of it that counts for the category ``found``, as a dict for a breakdown.
 
     ``calls``: 1 for a whole launch, else the part's share of the launch.
     """
@@ -170,7 +170,7 @@ def _breakdown(parts: Sequence[dict[str, Any]], events: Sequence[Any], **values:
     longest = [entry for _, entry in sorted(joined.items(), key=lambda item: (-item[1]["ms"], item[0]))]
     listed = [{**entry, "calls": round(entry["calls"], 2)} for entry in longest]
     return Breakdown(
-        # Without gaps, rounding may make the total slightly smaller than the sum. Gaps are at least zero.
+        # Rounding may make the categories' sum slightly larger than the total. Gaps are at least zero.
         categories={**sums, GAPS: max(0.0, total_ms - sum(sums.values()))},
         total_ms=total_ms,
         floor_ms=sum(sums[name] for name in FLOOR),

@@ -148,7 +148,7 @@ def _reference(config: BenchConfig, workload: Workload, images: dict[str, Any]) 
             error = relative_error(gate.tensors(output), gate.tensors(fp32))
             stock = replace(stock, fp32=fp32, fp32_error=error)
         return stock
-    except Exception as error:  # for instance, there is too little memory
+    except Exception as error:  # stock's call failed: perhaps there is too little memory
         return Reference(status=FAILED, reason=f"stock eager fails: {one_line(error)}")
     finally:
         _free(config.torch_device)
@@ -199,13 +199,13 @@ def _replay(
                 timed = timing.time_callable(replay, config.torch_device, repeats=config.repeats)
                 row.graph_ms = timed.median_ms
                 return replay, output
-    except Exception as error:  # a failed capture is a result, not an error of the benchmark
+    except Exception as error:  # a failed capture of a CUDA graph is a result, not an error of the benchmark
         row.graph_reason = f"capture failed: {one_line(error)}"
     return None, None
 
 
 def _profile(row: Row, config: BenchConfig, call: Callable[[], Any], replay: Any) -> None:
-    """Set the row's ``profile``, or ``profile_reason`` if the profiler does not work."""
+    """Set ``row.profile`` (where the call's time goes), or ``row.profile_reason`` if the profiler fails."""
     # A pipeline is recorded only once: it launches tens of thousands of kernels, and a recording of them
     # takes minutes.
     recordings = 1 if config.part == "pipeline" else profiling.RECORDINGS
@@ -224,7 +224,7 @@ def _profile(row: Row, config: BenchConfig, call: Callable[[], Any], replay: Any
 
 
 def _call_when_ready(variant: Variant, workload: Workload) -> Any:
-    """Call the workload until ``variant`` is ready for a comparison, then once more.
+    """Call the workload until ``variant`` is ready (FP8 first learns its scales), then once more.
 
     Returns the output of the last call.
     """
@@ -243,7 +243,7 @@ def _measure(
     stock: Reference,
     meeting: Meeting,
 ) -> None:
-    """Set the row's errors. If the correctness gate accepts them, set the row's times and memory too."""
+    """Set the errors of ``row``. If the correctness gate accepts them, set its times and memory too."""
     device = config.torch_device
     with contextlib.ExitStack() as stack:
         context = prepared(variant, workload.target, config.part)
@@ -278,8 +278,7 @@ def _measure(
         row.its = 1e3 * (config.steps if config.part == "pipeline" else 1) / timed.median_ms
         if workload.memory is not None:
             row.saved_mib, row.step_mib = workload.memory()
-        # Replays write into the memory of ``_output``. The name keeps this memory alive for the replays of
-        # ``_profile``.
+        # Replays write into the memory of ``_output``, which must stay alive while ``_profile`` replays.
         replay, _output = _replay(row, config, variant, workload, stock)
         if config.profile:
             _profile(row, config, workload.call, replay)
@@ -301,7 +300,7 @@ def _attempt(
     if stock.status == OK:
         try:
             _measure(row, config, variant, workload, stock, meeting)
-        except Exception as error:  # the row gets the error's text, and the next variant is measured
+        except Exception as error:  # the run goes on after an error, whose text is in the variant's row
             row = Row(*what, FAILED, one_line(error), **more)
         finally:
             _free(config.torch_device)

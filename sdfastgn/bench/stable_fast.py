@@ -19,7 +19,7 @@ def reason(device: torch.device) -> str | None:
     # file, and must not wait for torch.
     from sdfastgn.bench.environment import cuda_package_reason
 
-    # The check does not import sfast: without its C++ extension the import raises an error.
+    # stable-fast's package sfast is not imported here: without its C++ extension the import raises an error.
     spec = importlib.util.find_spec("sfast")
     for folder in map(Path, spec.submodule_search_locations or () if spec else ()):
         if not any(path.suffix in (".so", ".pyd") for path in folder.glob("_C*")):
@@ -27,8 +27,9 @@ def reason(device: torch.device) -> str | None:
     return cuda_package_reason("sfast", device, "stable-fast")
 
 
-# Class of Triton -> sfast's replacement of the class's method ``run``, which launches a kernel. The import of
-# sfast installs these replacements, which make all launches slower. So they are removed after sfast has run.
+# Class of Triton -> stable-fast's replacement of the class's method ``run``, which launches a kernel. The
+# import of stable-fast installs these replacements, which make all launches slower. So they are removed after
+# stable-fast has run.
 _wrapped: dict[type, Any] = {}
 
 

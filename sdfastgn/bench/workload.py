@@ -183,9 +183,9 @@ def build_video(config: BenchConfig) -> Workload:
 
 
 def _start_arguments(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments of a pipeline's call with which it starts: noise as latents, or a random image.
+    """The arguments of a pipeline's call that say from what it starts: noise as latents.
 
-    Image-to-image pipelines get an image.
+    Image-to-image pipelines start from a random image instead.
     """
     # ``randn`` draws in fp32 and then casts to ``dtype``. So pipelines in fp16 and fp32 start from the same
     # noise.
@@ -206,7 +206,7 @@ def _prepare(pipe: Any, config: BenchConfig) -> None:
 
         try:
             pipe.scheduler = getattr(diffusers, config.scheduler).from_config(pipe.scheduler.config)
-        except Exception as error:  # for instance, the scheduler needs a package that is not installed
+        except Exception as error:  # the scheduler may need a package that is not installed
             raise OptionError(f"--scheduler: cannot make {config.scheduler!r}: {one_line(error)}") from None
 
 
@@ -289,7 +289,7 @@ def build_transformer_pipeline(config: BenchConfig) -> Workload:
             return_dict=False,
             **options,
         )[0]
-        return images.reshape(-1, *images.shape[-3:])  # the frames of all videos become one batch
+        return images.reshape(-1, *images.shape[-3:])  # frames of videos become a batch of images
 
     def fp32_output() -> Any:
         with _in_fp32(pipe):

@@ -67,7 +67,7 @@ def main(doc: str | None = None, command: str | Callable[..., None] = "", **defa
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             code = _run(doc, command, defaults)
-        sys.stdout.flush()  # an error of this write can be told in one line here, but not after the exit
+        sys.stdout.flush()  # standard output is written now, so that an error is caught below
         sys.exit(code)
     except BaseException as end:
         # If Ctrl-C is pressed during an import, the imported module may raise another exception instead of
@@ -97,7 +97,7 @@ def _end_without_output(error: OSError) -> NoReturn:
     # Some text is still in the buffer of standard output. Python would write it at the end of the process,
     # and fail again. So this text is sent to the null device.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if error.errno == errno.EPIPE:  # the reader has closed the pipe, as ``| head -1`` does; typer exits alike
+    if error.errno == errno.EPIPE:  # the reader closed the pipe, as ``| head -1`` does; typer exits with 1
         sys.exit(1)
     where = error.filename or "to standard output"
     print(f"{program()}: cannot write {where}: {error.strerror}", file=sys.stderr)
@@ -146,5 +146,5 @@ def _run(doc: str | None, command: str | Callable[..., None], defaults: dict[str
         if message:
             print(f"{program()}: {message} (given: {shlex.join(sys.argv[1:])})", file=sys.stderr)
         return 2
-    except typer.Abort:  # typer raises this after Ctrl-C
+    except typer.Abort:  # after Ctrl-C, typer raises Abort
         raise KeyboardInterrupt from None

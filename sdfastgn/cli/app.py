@@ -21,7 +21,7 @@ def _complete_help(parameter: Any, context: Any) -> None:
     If the default is only computed when the command runs, ``parameter.show_default`` describes it in words.
     """
     if getattr(parameter, "is_flag", False):
-        parameter.metavar = ""  # a flag takes no value
+        parameter.metavar = ""  # the help names no value for a flag, because a flag takes none
     text = getattr(parameter, "help", None)
     if not text:
         return
@@ -29,13 +29,13 @@ def _complete_help(parameter: Any, context: Any) -> None:
         if word in text:
             text = text.replace(word, ", ".join(names()))
     value, words = parameter.get_default(context), parameter.show_default
-    if isinstance(value, bool):  # a flag's default, which a script may set to True (``main``)
+    if isinstance(value, bool):  # a flag, whose default is True only if a script has set it
         value = "on" if value else ""
     elif isinstance(value, list | tuple):
         value = ", ".join(map(str, value))
     elif value is None:
         value = words if isinstance(words, str) else ""
-    parameter.show_default = False  # otherwise typer adds the default in brackets
+    parameter.show_default = False  # typer must not append the default, because the text below has it
     parameter.help = text if value == "" else f"{text.removesuffix('.')} (default: {value})."
 
 

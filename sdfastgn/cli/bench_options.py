@@ -110,7 +110,8 @@ def _parts(model: str | None, parts: Sequence[str] | None, *, is_saved: bool = F
     """Returns ``parts``, what to time ("unet", "vae", ...), without repetitions.
 
     If ``parts`` is None, returns the first part that the benchmark can time for this model. ``is_saved``:
-    True for a saved pipeline with a transformer. Raises OptionError if it cannot time one of ``parts``.
+    True for a saved pipeline with a transformer. Raises OptionError if one of ``parts`` cannot be
+    timed.
     """
     networks = SAVED_PARTS if is_saved else tuple(VIDEO_NETWORKS.get(model or "", ()))
     if parts is None:

@@ -102,7 +102,7 @@ def weights_source(option: str, value: str, *, words: Sequence[str] = ("random",
             warn_of_path(option, value, f"./{value}")
         if value in words or exists:
             return value
-    except (OSError, RuntimeError) as error:  # the path is too long, or begins with ~ and an unknown user
+    except (OSError, RuntimeError) as error:  # the path is too long, or ~NAME in it names no user
         raise OptionError(f"{option}: cannot look at {value!r}: {_why(error)}") from None
     if _HUB_ID.fullmatch(value) and not value.startswith("."):
         return value
@@ -153,7 +153,7 @@ def file_paths(outputs: Mapping[str, Path | None], read: Iterable[Path] = ()) ->
 
 def folder(option: str, value: str) -> Path:
     """Return ``value`` as a path if its parent folder exists. The folder itself need not exist."""
-    if not value:  # pathlib would read '' as the current folder
+    if not value:  # an empty path is refused: pathlib would read it as the current folder
         raise OptionError(f"{option}: must be a folder, got ''; give . for the current one")
     real = Path(os.path.realpath(value))
     try:
@@ -170,9 +170,9 @@ def folder_file(option: str, path: Path, name: str) -> None:
         file_path(option, path / name)
         return
     try:
-        if os.path.lexists(path):  # the path is a file, or a link to nothing
+        if os.path.lexists(path):  # a file or a dangling link has the folder's path
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        beside = path.parent / name  # where a file can be made, a folder can be made too
+        beside = path.parent / name  # a file is made and deleted, to see whether a folder could be made here
         beside.open("xb").close()
         beside.unlink()
     except OSError as error:

@@ -19,7 +19,7 @@ _NOT_NEEDED = ("av", "kornia", "spandrel", "torchaudio", "torchsde", "torchvisio
 
 
 class _EmptyClass(type):
-    """The type of empty classes. Every public attribute of such a class is None."""
+    """The metaclass of empty classes, which replace missing classes. Their public attributes are None."""
 
     def __getattr__(cls, name: str) -> None:
         if name.startswith("__"):

@@ -114,7 +114,7 @@ def grid(prompts: Sequence[str], rows: dict[str, np.ndarray]) -> Image.Image:
         pen.multiline_text((x, y), text, "black", font, anchor="mm", align="center")
 
     for column, prompt in enumerate(prompts):
-        lines = "\n".join(prompt.rsplit(" ", 1))  # a prompt has two lines, because it is wider than an image
+        lines = "\n".join(prompt.rsplit(" ", 1))  # a prompt gets two lines: it is wider than its image
         write(lines, LABEL_WIDTH + column * CELL + CELL // 2, LABEL_HEIGHT // 2)
     for row, (name, images) in enumerate(rows.items()):
         top = LABEL_HEIGHT + row * CELL

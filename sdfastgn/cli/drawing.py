@@ -43,7 +43,7 @@ def _is_finished(path: Path, settings: Mapping[str, Any]) -> bool:
 
     Raises OptionError if the file is an image with other settings, or was not written by sdfastgn.
     """
-    if not path.exists() or not path.stat().st_size:  # a crash of the machine may leave an empty file
+    if not path.exists() or not path.stat().st_size:  # a file that a crash has left empty is not finished
         return False
     what = "cannot be read as an image"
     try:
@@ -52,7 +52,7 @@ def _is_finished(path: Path, settings: Mapping[str, Any]) -> bool:
             # In a file, the settings come before the pixels. So they can be read even if the file is cut off.
             found = dict(json.loads(picture.info[METADATA])["settings"])
             is_whole = _is_whole(picture)
-    except Exception:  # Pillow raises errors of many classes
+    except Exception:  # for damaged files Pillow raises errors of many classes
         raise OptionError(f"--out: {str(path)!r} {what}; choose another folder, or move it") from None
     for name, now in settings.items():
         if (was := found.get(name, "unknown")) != now:
@@ -64,7 +64,7 @@ def _is_finished(path: Path, settings: Mapping[str, Any]) -> bool:
 def _is_whole(picture: Image.Image) -> bool:
     try:
         picture.verify()
-    except Exception:  # the file is cut off; Pillow's error may be of many classes
+    except Exception:  # for files that are cut off Pillow raises errors of many classes
         return False
     return True
 
@@ -97,7 +97,7 @@ def run(job: Job, device: str | None = None) -> int:
     job, note = _with_own_settings(job)
     checks.folder_file("--out", job.out, f"{OWN}.part")
     finished = [line for line in job.wanted if _is_finished(job.path(line), job.asked(line))]
-    # Processes that were killed may have left unfinished files.
+    # Unfinished files, which killed processes may have left, are deleted.
     for part in job.out.glob("[0-9]*.*.part"):
         part.unlink(missing_ok=True)
     for line in job.problems if is_main() else ():
@@ -161,9 +161,9 @@ def _draw(job: Job, lines: Sequence[int], device: str, note: str) -> int:
                     _save(picture, job.path(line), json.dumps(content, ensure_ascii=False))
                     left.remove(line)
                     on_done(f"{next(number)}/{len(lines)}{eta}: wrote {job.path(line)}")
-            except OptionError:  # if one image cannot be written, no other image can be written
+            except OptionError:  # an image could not be written; no other image could be written either
                 raise
-            except Exception as error:  # other batches may still work: this size may need too much memory
+            except Exception as error:  # a batch failed, perhaps for lack of memory; others may work
                 failed += len(left)
                 time_left.after(len(left))
                 for line in left:

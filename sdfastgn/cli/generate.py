@@ -77,7 +77,7 @@ def generate(
         checks.device_word("--device", device)
         how: dict[str, Any] = {"batch_size": batch_size, "variant": variant, "dtype": dtype, "stock": stock}
         job = checked_job(**files, settings=line, **how)
-        # This import is after the checks, because it takes seconds.
+        # ``drawing`` is imported after the checks of the options, because its import takes seconds.
         from sdfastgn.cli.drawing import run
 
         code = run(job, device)

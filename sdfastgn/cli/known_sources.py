@@ -133,7 +133,7 @@ def _release_files(against: Path) -> Any:
     every: list[Any] = [place, place.parent, place / "src"]
     if zipfile.is_zipfile(against):
         every = [zipfile.Path(against)]
-    elif place.name not in ("diffusers", "comfy"):  # only a folder with such a name may be the package itself
+    elif place.name not in ("diffusers", "comfy"):  # the package's folder is named diffusers or comfy
         every.remove(place.parent)
     for files in every:
         if _has_file(files, "diffusers/__init__.py") or _has_file(files, OF_COMFYUI):
@@ -144,7 +144,7 @@ def _release_files(against: Path) -> Any:
 def _has_file(files: Any, name: str) -> bool:
     try:
         return bool((files / name).is_file())
-    except OSError:  # the path is too long, or access is denied
+    except OSError:  # the path is too long, or access is denied: the file counts as missing
         return False
 
 

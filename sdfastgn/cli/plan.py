@@ -15,7 +15,7 @@ from sdfastgn.cli.options import DTYPE_WORDS, JsonOption, SizeOption
 from sdfastgn.models.configurations import MODELS, VIDEO_NETWORKS
 from sdfastgn.program import OWN_PROCESS, counted
 
-if TYPE_CHECKING:  # these modules import torch, which takes seconds
+if TYPE_CHECKING:  # imported only for types, because these modules import torch, which takes seconds
     from sdfastgn.bench.workload import BenchConfig
     from sdfastgn.plans.preview import CallPlan
 
@@ -56,7 +56,7 @@ GpuOption = Annotated[
 
 
 def _check(model: str, part: str | None, batch: int | None, dtype: str | None, gpu: str) -> tuple[str, str]:
-    """Check what can be checked without torch. Returns the part and the dtype."""
+    """Check the command's options without torch. Returns the part of the model and the dtype."""
     checks.one_of("MODEL", model, (*MODELS, *VIDEO_NETWORKS))
     checks.one_of("--gpu", gpu, _GPUS)
     networks = VIDEO_NETWORKS.get(model, {})

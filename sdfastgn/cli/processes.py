@@ -27,6 +27,6 @@ def joined(device: str) -> Iterator[tuple[Any, str]]:
 
     state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
     yield state, str(state.device) if launched() and device == "cuda" else device
-    # This line is reached only if no error was raised inside of the context. After an error, the group of
-    # processes is not destroyed, because other processes may still wait for this process.
+    # The group of processes is destroyed only if the context raised no error. After an error, other processes
+    # may still wait for this process.
     state.destroy_process_group()

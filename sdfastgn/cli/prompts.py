@@ -98,7 +98,7 @@ def read_prompts(
         content = path.read_bytes()
     except OSError as error:
         raise OptionError(f"--prompts: cannot read {str(path)!r}: {error.strerror or error}") from None
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # most lines would be read wrong
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # UTF-16 text would be read wrong
         raise OptionError(f"--prompts: {str(path)!r} is in UTF-16; save it as UTF-8")
     found, problems = {}, {}
     for number, line in enumerate(content.splitlines(), 1):
@@ -168,7 +168,7 @@ class Job:
         return self.out / f"{line:05}.png"
 
     def place(self, line: int) -> str:
-        """Where a line's prompt comes from, for errors."""
+        """Names the place of a line's prompt in errors: the file and the line, or the option."""
         return "--prompt" if self.prompts is None else f"{self.prompts}:{line}"
 
     def filled(self, own: Mapping[str, Any]) -> Job:
@@ -233,5 +233,5 @@ def checked_job(
         checks.image_size(f"--{name}", size, scale)
     wanted, problems = _read(prompts, prompt, {**settings, **sizes}, scale)
     if (where := Path(model).expanduser()).exists():
-        model = str(where.resolve())  # the metadata must not depend on how the path was written
+        model = str(where.resolve())  # images' metadata have the absolute path, however the user wrote it
     return Job(prompts, place, wanted, problems, batch_size, model, variant, dtype, stock)

@@ -83,7 +83,7 @@ def run_bench(
 
 def _kind(configs: Sequence[BenchConfig]) -> str:
     if launched():
-        # This kind is not "end_to_end", because the times of processes that share a host differ.
+        # The kind is not "end_to_end": times of processes that share a host differ from those of one process.
         return "processes"
     if configs[0].preset:
         return "preset"
@@ -106,7 +106,7 @@ def _run_bench(
     result = Result(where["gpu"] or where["machine"], content)
     rows: list[Row] = []
     if json is not None:
-        # An earlier run may have written images beside its JSON. They do not belong to this run.
+        # Images that an earlier run has written beside its JSON are deleted, because they are not this run's.
         with writing(images_path(json)):
             images_path(json).unlink(missing_ok=True)
     print_lines(out, result.warnings)
@@ -120,7 +120,7 @@ def _run_bench(
                 content["rows"].append(asdict(row))
                 if html is not None and images:
                     result.figures[case_title(row, content)] = page.figures(found, images)
-                # The line is shown before the files are written, because writing may fail.
+                # The row's line is shown before the run's files are written, because writing may fail.
                 on_done(end_to_end_tables.row_line(row))
                 _write(result, json, html)
 

@@ -26,7 +26,7 @@ def console() -> Console:
 def print_lines(out: Console, lines: Iterable[str]) -> None:
     """Print notes, such as those below a table, in a dim style."""
     for line in lines:
-        # In a plain string, rich would read brackets as markup. Names of kernels can have brackets.
+        # Names of kernels have brackets, which rich reads as markup in a plain string, but not in a Text.
         out.print(Text(line, style="dim", overflow="fold"))
 
 

@@ -32,7 +32,8 @@ def verification_table(verdicts: Sequence[Verdict]) -> Blocks:
 def _cells(found: list[Verdict]) -> tuple[str, ...]:
     counts = [str(sum(v.status == status for v in found)) for status in _STATUSES]
     measured = [(v.error, v.stock_error) for v in found if v.error is not None]
-    worst = max(measured, key=lambda pair: (pair[0] != pair[0], pair[0]), default=())  # NaN counts as largest
+    # An error of NaN counts as the largest error.
+    worst = max(measured, key=lambda pair: (pair[0] != pair[0], pair[0]), default=())
     return (*counts, *(f"{error:.2g}" for error in worst), *(["-"] * (2 - len(worst))))
 
 

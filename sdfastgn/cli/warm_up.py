@@ -16,7 +16,7 @@ from sdfastgn.program import OptionError
 
 
 def _check(model: str | None, archive: Path | None, device: str | None, of_model: dict[str, Any]) -> None:
-    """Check what can be checked without torch. ``of_model``: the options that only a model's kernels need."""
+    """Check the command's options without torch. ``of_model``: options that are only for a given model."""
     if checks.device_word("--device", device) == "cpu":
         raise OptionError("--device: kernels can only be compiled on a CUDA GPU, got 'cpu'")
     if model is None:
@@ -69,7 +69,7 @@ def warm_up(
     with one_line_errors():
         of_model = {"--size": size, "--batch": batch, "--export": export, "--dtype": dtype}
         _check(model, archive, device, of_model)
-        # This import is after the checks, because it takes seconds.
+        # ``kernel_cache`` is imported after the checks of the options, because its import takes seconds.
         from sdfastgn.cli.kernel_cache import add_archive, run
 
         if model is None:

@@ -63,7 +63,7 @@ def _table(
     cells: Callable[[dict[str, Any]], dict[str, str]],
     setting: Callable[[dict[str, Any]], str],
 ) -> str:
-    """Returns a table with a line of ``cells(row)`` for each row of the results of this kind.
+    """Returns a table with a line of ``cells(row)`` for each row of all results of the kind ``kind``.
 
     ``setting(config)``: what all rows of a result share, for the line below the table that names its source.
     """

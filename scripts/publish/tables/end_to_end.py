@@ -97,7 +97,7 @@ TRANSFORMERS_COMPARED: dict[str, Callable[[Row], str]] = {
 
 
 def rows_of_runs(results: Path, kind: str) -> list[tuple[Row, str]]:
-    """Returns (row, source) for each row of all results of this kind.
+    """Returns (row, source) for each row of all results of the kind ``kind``.
 
     The source is a line of text that names the row's run.
     """
@@ -123,7 +123,7 @@ class _Line:
 
 
 def _lines(results: Path, kind: str = "end_to_end", parts: Sequence[str] = PARTS) -> list[_Line]:
-    """Returns the lines of a table of all results of this kind and of ``parts``.
+    """Returns the lines of a table of all results of the kind ``kind`` that measure one of ``parts``.
 
     There is a line for each part, model, size, batch, dtype and rank of a LoRA, and if the kind is ``sweep``,
     also for each number of steps. The lines are sorted in this order, with the steps before the rank.
@@ -196,10 +196,10 @@ def _headline(results: Path) -> list[_Line]:
 
 
 def _headline_rows(results: Path, line: _Line) -> dict[str, dict[str, Row]]:
-    """Returns {title of a column of ``HEADLINE``: the rows with the column's time and with eager's time}.
+    """Returns title of a column of the front page's table (``HEADLINE``) -> variant -> row of results.
 
-    For ``OF_ANOTHER_RUN`` these are the rows of the separate run with stable-fast. For all other columns
-    they are the rows of ``line``.
+    The rows have the column's time and eager's time. For the column ``OF_ANOTHER_RUN`` they are from the
+    separate run with stable-fast. For all other columns they are ``line.rows``.
     """
     apart = {row_title(one.first): one.rows for one in _lines(results, STABLE_FAST)}
     return {

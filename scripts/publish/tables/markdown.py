@@ -13,7 +13,7 @@ NO_RESULTS = "No results are committed yet."
 
 
 def markdown(header: Sequence[str], body: Sequence[Sequence[str]], lines: Iterable[str]) -> str:
-    """Returns a table and below it ``lines``, each once. Returns ``NO_RESULTS`` if ``body`` is empty."""
+    """Returns a Markdown table, and below it ``lines``, each once. ``NO_RESULTS`` if ``body`` is empty."""
     if not body:
         return NO_RESULTS
     rows = [header, ["---", *["---:"] * (len(header) - 1)], *body]
@@ -39,7 +39,7 @@ def documents(results: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def latest_rows(results: Path, kind: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns (row, run) for each model in the results of this kind, with the oldest run first.
+    """Returns (row, run) for each model in the results of the kind ``kind``, with the oldest run first.
 
     If several runs have measured a model, the row is of the latest of them. A run is the content of its file.
     """
@@ -53,7 +53,7 @@ def _date(run: dict[str, Any]) -> str:
 
 
 def failed_cells(first: Sequence[str], status: str, reason: str, columns: int) -> list[str]:
-    """Returns the cells of a row without times: ``first``, then status and reason, then no values."""
+    """Returns the cells of a row without times: ``first``, status and reason, then cells with no value."""
     return [*first, f"{status} {reason}".strip(), *[NOTHING] * (columns - len(first) - 1)]
 
 

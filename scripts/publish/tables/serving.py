@@ -89,7 +89,7 @@ def _cells(stock: dict[str, Any], ours: dict[str, Any]) -> list[str]:
         str(stock["clients"]),
         *_figures(stock),
         *(_figures(ours) if is_right else [ours["status"], NOTHING, NOTHING]),
-        # ``speed_up`` takes times, so it gets 1 / (requests per second).
+        # ``speed_up`` divides times. The time of a request is taken as 1 / (requests per second).
         speed_up(1 / stock["requests_s"], 1 / ours["requests_s"]) if is_right else NOTHING,
     ]
 

@@ -137,8 +137,8 @@ class _Case:
         self._last: tuple[Provider, Call] | None = None
 
     def _built(self, provider: Provider, operands: Tensors) -> Call:
-        # A provider's function is built once for all passes (forward and backward), because torch.compile
-        # takes seconds to build a function.
+        # The function of a provider (an implementation) is built once for all passes (forward and backward),
+        # because torch.compile takes seconds to build a function.
         if self._last is None or self._last[0] is not provider:
             self._last = provider, provider.build(*operands)
         return self._last[1]
@@ -146,7 +146,7 @@ class _Case:
     def _outputs(self, pass_name: str, call: Call, inputs: _Inputs) -> dict[str, Tensor]:
         """Run a pass, such as a backward. Returns name -> tensor for the operation's outputs and gradients.
 
-        They are compared with the results in fp64. Gradients are left out if the pass computes none.
+        The tensors are compared with the results in fp64. Gradients are left out if the pass computes none.
         """
         timed = _run(pass_name, call, inputs)
         names = self._operation.outputs
@@ -156,7 +156,7 @@ class _Case:
         return dict(zip((*names, *self._gradient_names), (*outputs, *timed), strict=True))
 
     def _judge(self, row: KernelRow, outputs: dict[str, Tensor]) -> None:
-        """Set the row's errors. If an error is too large, also set the row's status and reason."""
+        """Set the errors of ``row`` against fp64. If one is too large, set status and reason too."""
         errors = {name: relative_error(output, self._truth[name]) for name, output in outputs.items()}
         row.errors = {name: error for name, error in errors.items() if math.isfinite(error)}
         row.error = max(errors.values()) if len(row.errors) == len(errors) else None
@@ -169,7 +169,7 @@ class _Case:
                 row.reason = f"relative error of {name} {error:.3g} against fp64 is above {bound:g}"
 
     def measure(self, row: KernelRow, provider: Provider, pass_name: str, suite: Suite) -> None:
-        """Set the row's errors. If all errors are small enough, set its times too."""
+        """Set the errors of ``row`` against fp64. If all are small enough, set the row's times too."""
         device, repeats = self._config.torch_device, self._config.repeats
         operands = tuple(_laid_out(t, provider.channels_last) for t in self._operands)
         call = self._built(provider, operands)
@@ -210,7 +210,7 @@ def calls_a_round(moved: int, seconds: float, round_seconds: float) -> int:
 
 
 def _unavailable(provider: Provider, shape: Shape, config: KernelConfig) -> str | None:
-    """Why ``provider`` cannot be timed on ``shape``, in one line; None if it can."""
+    """Why ``provider`` (an implementation) cannot be timed on ``shape``, in one line; None if it can."""
     reason = provider.reason(config.torch_device)
     if reason is not None or config.torch_device.type == "cuda":
         return reason
@@ -260,7 +260,7 @@ def run(
     rows: list[KernelRow] = []
     with _measuring(config.torch_device):
         for shape in config.shapes:
-            case: tuple[Operation, _Case] | None = None  # only the latest case is kept, to save memory
+            case: tuple[Operation, _Case] | None = None  # (operation, its tensors); only the latest is kept
             first = len(rows)
             for operation, provider, pass_name in suite.cells_of(config.providers):
                 on_cell(f"{shape_text(shape)} {provider.name}")
@@ -273,7 +273,7 @@ def run(
                             case = None
                             case = operation, _Case(operation, shape, config)
                         case[1].measure(row, provider, pass_name, suite)
-                    except Exception as error:  # the row gets the error's text, and the next row is measured
+                    except Exception as error:  # the run goes on after an error, whose text is in the row
                         row.status, row.reason = FAILED, one_line(error)
                 rows.append(row)
                 on_row(row)

@@ -63,7 +63,7 @@ class Provider:
 
     @property
     def is_ours(self) -> bool:
-        """True if the provider runs kernels of sdfastgn."""
+        """True if this implementation runs kernels of sdfastgn."""
         return self.name.startswith(OURS) or self.name.endswith("_with_statistics")
 
 
@@ -71,7 +71,7 @@ class Provider:
 
 
 def inductor(call: Call, name: str = "inductor") -> Provider:
-    """A provider that runs ``call`` with torch.compile, on channels-last operands.
+    """A provider (implementation) that runs ``call`` with torch.compile, on channels-last operands.
 
     It is not timed by default, because compiling takes seconds. The user must name it.
     """
@@ -91,12 +91,12 @@ def inductor(call: Call, name: str = "inductor") -> Provider:
 
 
 def fixed(name: str, call: Call, *, channels_last: bool = True) -> Provider:
-    """A provider that runs ``call`` itself for operands of all sizes: its ``build`` prepares nothing."""
+    """A provider (implementation) whose ``build`` returns ``call``, whatever the sizes of the operands."""
     return Provider(name, lambda *operands: call, channels_last=channels_last)
 
 
 def both_layouts(name: str, call: Call, *suffixes: str) -> tuple[Provider, Provider]:
-    """Two providers that run ``call``: one with channels-first operands, one with channels-last operands.
+    """Two providers (implementations) of ``call``: for channels-first and for channels-last operands.
 
     ``suffixes``: the ends of their names, after ``name`` and "_"; by default ``nchw`` and ``nhwc``.
     """
@@ -105,7 +105,7 @@ def both_layouts(name: str, call: Call, *suffixes: str) -> tuple[Provider, Provi
 
 
 def rivals(reference: Call, ours: Call, *, layouts: bool = True) -> tuple[Provider, ...]:
-    """Providers of one operation: eager PyTorch, sdfastgn (``ours``) and torch.compile.
+    """Providers (implementations) of one operation: eager PyTorch, sdfastgn (``ours``) and torch.compile.
 
     ``layouts``: True if eager PyTorch runs in both layouts, as two providers.
     """
@@ -200,7 +200,7 @@ class Suite:
 
     @property
     def kind(self) -> str:
-        """The ``kind`` of this suite's runs in their JSON."""
+        """The value of the field ``kind`` in the JSON of this suite's runs."""
         return "kernels" if self.is_inference else f"kernels_{self.name}"
 
     @property

@@ -49,10 +49,10 @@ _APEX_ONE_PASS = 1024
 def _with_statistics(
     task: str, sizes: Callable[[Shape], dict[str, Shape]], plain: Call, ours: Call
 ) -> Operation:
-    """An operation with two providers: ``plain``, and ``ours``, which also computes statistics of its result.
+    """An operation with two implementations: ``plain``, and ``ours``, which also computes statistics of y.
 
-    A GroupNorm that is given these statistics need not read the result to compute them. The table shows
-    what the statistics cost. ``task``: the name of the task, such as "add". The provider that runs ``plain``
+    A GroupNorm that is given these statistics need not read y to compute them. The table shows
+    what the statistics cost. ``task``: the name of the task, such as "add". The implementation ``plain``
     has this name too, and the other one has it with "_with_statistics" at the end.
     """
     others = fixed(f"{task}_with_statistics", lambda *pair: ours(*pair)[0])
@@ -293,8 +293,8 @@ _UPSAMPLE = Suite(
             rivals(_upsample_conv, upsample_conv2d),
             task="upsample + conv",
             tensors=5,
-            # In fp32 the convolution runs in TF32, whose mantissa has only as many bits as fp16's. So the
-            # accepted error is larger.
+            # In fp32 the convolution runs in TF32, whose mantissa has only as many bits as fp16's. So this
+            # operation's error bound for fp32 is larger than that of other operations.
             bounds={**ERROR_BOUNDS, "fp32": 2e-3},
         ),
     ),

@@ -51,7 +51,7 @@ class Blocks:
         if self.caption:
             yield Text(self.caption, style="dim italic")
         for line in self.notes:
-            # In a plain string rich takes brackets for markup, but names of kernels have brackets.
+            # Names of kernels have brackets, which rich reads as markup in a plain string, but not in a Text.
             yield Text(line, style="dim", overflow="fold")
 
     def _widths(self, room: int) -> list[int]:

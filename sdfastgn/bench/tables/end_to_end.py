@@ -56,7 +56,7 @@ def end_to_end_table(rows: Sequence[Row], title: str, gate: str = "") -> Blocks:
 
 
 def row_notes(rows: Iterable[Row]) -> list[str]:
-    """Lines of text about each row: what the variant did, or why it has no time.
+    """Lines of text about each row: what the variant (way to run a model) did, or why it has no time.
 
     Further lines have the images/s of each process, and the reason for a missing breakdown.
     """
@@ -76,6 +76,6 @@ def row_line(row: Row) -> str:
 
 
 def graph_notes(rows: Iterable[Row]) -> list[str]:
-    """A line for each reason why a variant has no time of a CUDA graph. It names the variants, too."""
+    """A line for each reason why variants (ways to run a model) have no time of a CUDA graph."""
     variants = grouped((row.graph_reason, row.variant) for row in rows if row.graph_reason)
     return [f"no graph time for {', '.join(names)}: {reason}" for reason, names in variants.items()]

@@ -42,7 +42,7 @@ def lines(rows: Iterable[KernelRow]) -> dict[tuple[Shape, str], Line]:
 
 
 def timed_names(rows: Iterable[KernelRow]) -> list[str]:
-    """Names of the providers that have at least one time. Names of sdfastgn's providers come last."""
+    """Names of the providers (implementations) with at least one time. sdfastgn's names come last."""
     names = dict.fromkeys(row.provider for row in rows if row.status == OK)
     return sorted(names, key=lambda name: name.startswith(OURS))
 
@@ -50,8 +50,8 @@ def timed_names(rows: Iterable[KernelRow]) -> list[str]:
 def ratio(line: Line, name: str, over: str | Overs) -> Pair:
     """Returns two ratios, for a hot and a cold L2: the time of ``name`` divided by the time of ``over``.
 
-    ``name``: a provider. ``over``: a provider, or a pair: one for the hot ratio and one for the cold ratio. A
-    ratio is None if one of its two times is missing.
+    ``name``: a provider (an implementation). ``over``: a provider, or a pair of providers: one for the hot
+    ratio and one for the cold ratio. A ratio is None if one of its two times is missing.
     """
     found: list[float | None] = []
     for index, other in enumerate((over, over) if isinstance(over, str) else over):
@@ -78,9 +78,9 @@ def best_peers(line: Line) -> Overs:
 def means(suite: Suite, rows: Iterable[KernelRow], over: str) -> dict[str, dict[str, dict[str, Any]]]:
     """For each provider, the geometric mean of its time divided by the time of the provider ``over``.
 
-    The mean is taken over all shapes of a set of shapes (``Suite.shape_sets``). Returns name of a set
-    -> task -> provider -> means: the keys "hot" and "cold" (L2) have the means, and "shapes" the number of
-    shapes.
+    A provider is an implementation. The mean is taken over all shapes of a set of shapes
+    (``Suite.shape_sets``). Returns name of a set -> task -> provider -> means: the keys "hot" and "cold" (L2)
+    have the means, and "shapes" the number of shapes.
     """
     by_line = lines(rows)
     found: dict[str, dict[str, dict[str, Any]]] = {}
@@ -99,7 +99,9 @@ def means(suite: Suite, rows: Iterable[KernelRow], over: str) -> dict[str, dict[
 
 
 def summary(suite: Suite, rows: Iterable[KernelRow]) -> dict[str, Any]:
-    """The mean ratios of each provider's time to a plain copy's time, and to that of ``suite.baseline``.
+    """The mean ratios of each provider's time to a plain copy's time, and to the baseline's time.
+
+    A provider is an implementation, and the baseline is the provider ``suite.baseline``.
 
     Returns a dict for JSON.
     """
@@ -113,7 +115,7 @@ def summary(suite: Suite, rows: Iterable[KernelRow]) -> dict[str, Any]:
 def cell_line(row: KernelRow) -> str:
     """The line of text that is shown after a measurement: its times, or why it failed.
 
-    The line is empty if the provider was unavailable.
+    The line is empty if the provider (implementation) cannot run on this machine.
     """
     if row.status == UNAVAILABLE:
         return ""
@@ -122,7 +124,7 @@ def cell_line(row: KernelRow) -> str:
 
 
 def missing_cells(rows: Iterable[KernelRow]) -> list[str]:
-    """Lines that say why cells of a table are empty: one line for each provider and reason."""
+    """Lines that say why cells of a table are empty: a line for each implementation and reason."""
     # (provider, reason) -> texts of shapes. They are a dict's keys, so that a shape with rows for several
     # tasks is named only once.
     by_reason: dict[tuple[str, str], dict[str, None]] = {}

@@ -38,7 +38,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
-    """Write a PNG of each provider's GB/s (vertical axis) against the MB that a call must move (horizontal).
+    """Write a PNG: each implementation's GB/s (vertical axis) over the MB that a call must move (horizontal).
 
     There are two diagrams, for a hot and a cold L2. The line of the copy, which reads x once and writes y
     once, is the roof: the highest GB/s to expect.
@@ -67,9 +67,9 @@ def roofline(rows: Sequence[KernelRow], path: Path, title: str) -> None:
 
 
 def _megabytes(row: KernelRow) -> float:
-    """Megabytes that the call must at least read and write.
+    """Megabytes that the timed call of ``row`` must at least read and write.
 
-    A row has no bytes, only GB/s and microseconds. Their product is in kilobytes, so it is divided by 1000.
+    A row has GB/s and microseconds. Their product is in kilobytes, so it is divided by 1000.
     """
     return (row.hot_gbps or 0) * (row.hot_us or 0) / 1e3
 

@@ -54,12 +54,12 @@ def row_title(row: Row) -> str:
 
 
 def breakdown_of(row: Row) -> Breakdown | None:
-    """A row's breakdown; None if the row has none, or if the variant's output was wrong."""
+    """A row's breakdown of the call's time; None if the row has none, or if its output was wrong."""
     return Breakdown(**row.profile) if row.profile is not None and row.status == OK else None
 
 
 def _found(rows: Sequence[Row]) -> list[tuple[str, Breakdown]]:
-    """Returns (label of the variant, breakdown) for each row that has a breakdown."""
+    """Returns (label of the way to run the model, breakdown of the time) for each row with a breakdown."""
     pairs = [(label(row.variant), breakdown_of(row)) for row in rows]
     return [(name, found) for name, found in pairs if found is not None]
 

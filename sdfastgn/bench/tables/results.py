@@ -30,7 +30,8 @@ NO_GPU = "no GPU: sdfastgn runs stock's own code here, so its times should be ab
 # Settings in which a run may differ from its preset (a benchmark that another project publishes) and still be
 # compared with the preset's published numbers.
 _FREE_SETTINGS = ("repeats",)
-# Settings of a pipeline that a preset may leave out -> the values that they then have.
+# Settings of a pipeline that a preset (a benchmark that another project publishes) may leave out -> the
+# values that they then have.
 _DEFAULTS = {name: getattr(BenchConfig, name) for name in ("scheduler", "guidance", "prompt", "seed")}
 
 
@@ -70,7 +71,7 @@ def read_result(path: Path, name: str) -> Result:
     damaged = path
     try:
         for table in tables_of(result):
-            # ``join`` raises an error for a cell that is no text.
+            # In a damaged file a cell may be no text. Then ``join`` raises an error.
             "".join(cell for row in table.body for cell in row)
         times_of(result), source_line(result.content)
         damaged = images

@@ -36,12 +36,12 @@ class SpeedUp:
 
     @property
     def is_uncertain(self) -> bool:
-        """True if ``most - least`` is larger than ``value``, or if eager's time has changed too much."""
+        """True if the range ``most - least`` exceeds ``value``, or if eager's time has changed too much."""
         return self.most - self.least > self.value or self.drift > _DRIFT
 
     @property
     def doubt(self) -> str:
-        """Why the speed-up is uncertain."""
+        """Why the speed-up is uncertain, in words."""
         if self.drift > _DRIFT:
             return f"eager's times before and after this variant differ by a factor of {self.drift:.2f}"
         return (
