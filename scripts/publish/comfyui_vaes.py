@@ -8,11 +8,14 @@ default memory management, which is DynamicVRAM in ComfyUI 0.16 and later.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import typer
@@ -215,7 +218,11 @@ def _loaded(build: Callable[[], nn.Module], files: Path) -> Any:
     import nodes
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):  # not the device meta: the constructor of Cosmos' autoencoder reads values
+    # If DynamicVRAM is on (``aimdo_enabled``), ComfyUI's linear layers have no weights before they load some.
+    memory = sys.modules.get("comfy.memory_management")
+    with_weights = patch.object(memory, "aimdo_enabled", False) if memory else contextlib.nullcontext()
+    # The autoencoder is not on the device meta, because Cosmos' constructor reads values.
+    with with_weights, torch.device(device):
         module = build()
     save_file(comfyui_models.random_weights(module, torch.bfloat16, device), files / "vae.safetensors")
     folder_paths.add_model_folder_path("vae", str(files), is_default=True)

@@ -21,7 +21,9 @@ from typing import Any
 from comfy.patcher_extension import PatcherInjection
 from torch import nn
 
+from sdfastgn.patches.code.checked import entrances
 from sdfastgn.patches.comfyui import dynamic_vram, model_patcher, report
+from sdfastgn.patches.comfyui.fused_vae import FusedVAE
 from sdfastgn.patches.comfyui.inject import inject, reason_to_stay, root_of
 from sdfastgn.patches.comfyui.layers import LAYERS
 from sdfastgn.patches.comfyui.unet import has_no_patches
@@ -31,6 +33,7 @@ from sdfastgn.patches.swap.tested_sources import Untested
 from sdfastgn.plans import comfyui_unet
 from sdfastgn.plans import install as planning
 from sdfastgn.plans.forward import PlannedForward
+from sdfastgn.plans.inside import plan_inside
 
 # The name under which ComfyUI's ``ModelPatcher`` keeps the two functions that turn plans on and off.
 _KEY = "sdfastgn plans"
@@ -78,6 +81,8 @@ def optimize_vae(vae: Any, after_load: Callable[[str], None] | None = None, *, p
     optimized = model_patcher.optimize_vae(vae)
     if plans:
         optimized.patcher.set_injections(_KEY, [PatcherInjection(_put_in, _take_out)])
+        if isinstance(optimized, FusedVAE):
+            optimized.after_use = _plan_layers
     if after_load is not None:
         model_patcher.call_after_load(optimized, _KEY, after_load, text_of)
     return optimized
@@ -145,6 +150,19 @@ def _put_in(patcher: Any) -> None:
         if any(planned.plans for planned in former):
             # The former plans were traced with channels-last weights, so the weights become so again.
             channels_last.lay_out_weights(root)
+
+
+def _plan_layers(root: nn.Module) -> None:
+    """Gives plans to layers of the encoder and decoder of ``root``, if only single layers are called.
+
+    ComfyUI's decode of CogVideoX never calls the decoder as a whole: it calls the decoder's layers with other
+    frames. After such a decode, the plans of encoder and decoder have not been used.
+    """
+    _, *halves = entrances(root)
+    planned = [(half, each) for half in halves if (each := PlannedForward.of(half)) is not None]
+    if not any(planning.described("", *pair).was_called for pair in planned):
+        for half, _ in planned:
+            plan_inside(half, lambda module, has_entry: PlannedForward(module, TRUSTED, has_entry))
 
 
 def _take_out(patcher: Any, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:

@@ -12,12 +12,14 @@ has the same bits. It is copied to the CPU once, through pinned memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import comfy.sd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sdfastgn.kernels.common.setting import setting
 from sdfastgn.patches.comfyui import tiled_decode
@@ -38,7 +40,13 @@ _BUFFER = 2**22
 
 
 class FusedVAE(comfy.sd.VAE):
-    """ComfyUI's ``VAE`` with an optimized autoencoder. It keeps the autoencoder fused between calls."""
+    """ComfyUI's ``VAE`` with an optimized autoencoder. It keeps the autoencoder fused between calls.
+
+    Attributes:
+        after_use: called with the autoencoder after each decode and encode.
+    """
+
+    after_use: Callable[[nn.Module], object] | None = None
 
     @property
     def output_device(self) -> torch.device:
@@ -55,21 +63,28 @@ class FusedVAE(comfy.sd.VAE):
 
     def decode(self, samples_in: Tensor, *args: Any, **options: Any) -> Any:
         host = self.output_device
-        with staying(self.patcher), setting(_on_gpu, self if fit(self, samples_in) else None):
+        with self._in_use(), setting(_on_gpu, self if fit(self, samples_in) else None):
             pixels = super().decode(samples_in, *args, **options)
         return pixels if pixels.device == host else to_cpu(pixels)
 
     def decode_tiled(self, *args: Any, **options: Any) -> Any:
-        with staying(self.patcher):
+        with self._in_use():
             return super().decode_tiled(*args, **options)
 
     def encode(self, *args: Any, **options: Any) -> Any:
-        with staying(self.patcher):
+        with self._in_use():
             return super().encode(*args, **options)
 
     def encode_tiled(self, *args: Any, **options: Any) -> Any:
-        with staying(self.patcher):
+        with self._in_use():
             return super().encode_tiled(*args, **options)
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        with staying(self.patcher):
+            yield
+        if self.after_use is not None:
+            self.after_use(self.first_stage_model)
 
     def decode_tiled_(self, *args: Any, **options: Any) -> Tensor:
         """Decode latents (N, C, H, W) in strips of the image, or in ComfyUI's tiles if strips are impossible.

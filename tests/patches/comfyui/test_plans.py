@@ -1,6 +1,7 @@
 """VAEs of ComfyUI without blocks that can be fused run as plans. ComfyUI's own code runs that of SeedVR2."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ comfy_checkout.import_for_cpu()
 
 import comfy.sd  # noqa: E402
 from comfy import model_management  # noqa: E402
+from comfy.ldm.cogvideo import vae as cogvideo  # noqa: E402
 from comfy.ldm.modules.diffusionmodules import model as comfy_model  # noqa: E402
 
 from scripts.publish.comfyui_models import random_weights  # noqa: E402
@@ -91,6 +93,32 @@ def test_a_vae_of_another_release(monkeypatch):
     for _ in range(4):
         close(vae.decode(z), expected)
     assert planned(vae)["decoder"].calls == 4
+    model_management.unload_all_models()
+
+
+@torch.inference_mode()
+def test_layers_have_plans_if_the_decoder_is_never_called(monkeypatch):
+    """ComfyUI's decode of CogVideoX calls the decoder's layers, the last ones with four frames at a time."""
+    sizes = {"block_out_channels": (32,) * 4, "layers_per_block": 1}
+    small = functools.partial(cogvideo.AutoencoderKLCogVideoX, **sizes)
+    monkeypatch.setattr(cogvideo, "AutoencoderKLCogVideoX", small)
+    monkeypatch.setattr(report, "_has_gpu", lambda: True)
+    stock = comfy.sd.VAE(sd=random_weights(small(latent_channels=4), torch.float32, "cpu"))
+    z = [torch.randn(1, 4, 3, 4, 5, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    expected = [stock.decode(each) for each in z]
+    vae = optimize_vae(stock)
+    assert torch.equal(vae.decode(z[0]), expected[0])
+    for _ in range(2):
+        for each, frames in zip(z, expected, strict=True):
+            close(vae.decode(each), frames)
+    decoder = vae.first_stage_model.decoder
+    blocks = [PlannedForward.of(block) for block in (decoder.mid_block, *decoder.up_blocks)]
+    assert [block.calls for block in blocks] == [6, 6, 6, 18, 18]
+    assert all(block.own == {} for block in blocks)
+    assert "decoder.mid_block: 6 calls as plans" in text_of(vae.patcher)
+    for each, frames in zip(z, expected, strict=True):
+        assert torch.equal(stock.decode(each), frames)
+    assert not any(PlannedForward.of(module) for module in stock.first_stage_model.modules())
     model_management.unload_all_models()
 
 
