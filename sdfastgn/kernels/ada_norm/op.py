@@ -6,8 +6,8 @@ Formula, for x and branch of shape (B, S, D), with all operands converted to fp3
     y = norm(total) * factor + offset
 
 branch' is the branch or its RMS norm, with or without weight and bias. norm is a LayerNorm or an RMS norm of
-each row, with or without weight and bias. tanh(gate) may take the place of the gate, and 1 + factor that of
-the factor. Each operand except x may be missing, and so may both norms. Without a branch, total is x.
+each row, with or without weight and bias. In place of the gate there may be tanh(gate), and in place of the
+factor 1 + factor. Each operand except x may be missing, and so may both norms. Without a branch, total is x.
 ``ada_norm_in_e4m3`` writes y in E4M3, with a scale for each row (``quantize_rows/op.py``).
 
 On a GPU the kernel of ``ada_norm/kernels.py`` runs. Everywhere else, for rows that are too long for the

@@ -70,9 +70,11 @@ def _sigmoid_and_rest(z, PAIRS: tl.constexpr):
 
     Where sigmoid(z) is close to 1, the subtraction 1 - sigmoid(z) loses digits, and callers multiply the
     difference by powers of z, which enlarges its error. So without ``PAIRS`` the second value is computed as
-    exp(-z) * sigmoid(z). With ``PAIRS`` two neighbors share one reciprocal, and results have 16 bits. Then
-    the subtraction is used: its error does not matter for 16-bit results, unless z is large. For z >= 17 the
-    second value is 0, where it should be below 2^-24. The subtraction is also used where there is no PTX.
+    exp(-z) * sigmoid(z).
+
+    With ``PAIRS``, two neighbors share one reciprocal, and results have 16 bits. Then the subtraction is used
+    for z < 17, where its error does not matter in 16-bit results. For z >= 17 the second value is set to 0;
+    exactly, it is below 2^-24. Where there is no PTX, the second value is always computed in this way.
     """
     if PAIRS or not PTX:
         s = _sigmoid(z, PAIRS)

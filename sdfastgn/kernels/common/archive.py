@@ -96,7 +96,7 @@ class Kernel(NamedTuple):
 
 
 class _Hashed(NamedTuple):
-    """Replaces Triton's source, target or options when a kernel's name is computed, by their hash alone."""
+    """Replaces Triton's source, target or options when a kernel's name is computed. Has only their hash."""
 
     value: str
 
@@ -139,10 +139,10 @@ def recording() -> Iterator[dict[str, Kernel]]:
 
 
 def export(path: Path, capability: tuple[int, int], recorded: dict[str, Kernel]) -> int:
-    """Write the kernels that ``recording`` has found to ``path``. Returns their number.
+    """Write the kernels ``recorded`` to an archive at ``path``. Returns the number of kernels written.
 
-    Kernels that could not be compiled are left out. ``capability``: the compute capability of the GPUs for
-    which the kernels are.
+    ``recorded``: what the context ``recording`` has yielded. Kernels that could not be compiled are left out.
+    ``capability``: the compute capability of the GPUs for which the kernels are.
 
     Raises OSError if a file cannot be read or written. Then ``path`` is unchanged.
     """
@@ -169,7 +169,7 @@ def export(path: Path, capability: tuple[int, int], recorded: dict[str, Kernel])
 
 
 def _entry(name: str) -> zipfile.ZipInfo:
-    """A compressed file of an archive, without a date, so that equal kernels make equal archives."""
+    """Describes a file in a zip archive: compressed, without a date. So equal kernels make equal archives."""
     entry = zipfile.ZipInfo(name)
     entry.compress_type = zipfile.ZIP_DEFLATED
     return entry
@@ -201,7 +201,7 @@ def load(path: Path, device: torch.device) -> Imported:
 
 
 def file_name(capability: tuple[int, int]) -> str:
-    """File name, in the package of archives, of the archive for this Triton and a compute capability."""
+    """File name of the archive for this Triton and a compute capability, in the package sdfastgn_compiled."""
     return f"sm_{capability[0]}{capability[1]}-triton-{triton.__version__}.zip"
 
 

@@ -220,7 +220,7 @@ def backward_of(call_type: Any, saved: tuple[str, ...], dy: Operand, wanted: Any
     - the tensors that the forward saved;
     - the other operands that may have a gradient;
     - the op's arguments that are neither tensors nor dtypes;
-    - for each operand that may have a gradient, whether it is wanted.
+    - for each operand that may have a gradient, whether this gradient is wanted.
 
     Args:
         call_type: the declaration of the op.
@@ -361,8 +361,9 @@ def without_gaps(call: Any, gaps: tuple[tuple[int, Callable[[Tensor, Any], Tenso
 def empty_gradients(call: Any, names: tuple[str, ...]) -> Gradients:
     """Allocates uninitialized tensors for the gradients of the operands ``names``.
 
-    A gradient has the shape and the dtype of its operand. The gradient of x also has the strides of x, which
-    must have no gaps in memory. All other gradients are contiguous. An operand that is None gets no gradient.
+    A gradient has the shape and the dtype of its operand. The gradient of the operand x also has the strides
+    of x. So x must have no gaps in memory. All other gradients are contiguous. An operand that is None gets
+    no gradient.
     """
     found: Gradients = {}
     for name in names:

@@ -189,7 +189,7 @@ def is_autocast(x: Tensor) -> bool:
 
 
 def needs_op(x: Tensor) -> bool:
-    """Decides how a call runs that does not launch kernels directly, for example under torch.compile.
+    """Decides how a call runs if it does not launch kernels directly, for example under torch.compile.
 
     Returns True if the op that this package has registered with PyTorch runs the call, through the
     dispatcher. Returns False if PyTorch's own ops run it.

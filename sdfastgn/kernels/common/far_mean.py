@@ -32,7 +32,7 @@ def is_far(u: Tensor, mean: Tensor, rstd: Tensor) -> bool:
     """
     if not (u.is_cpu and dispatch.is_untraced(u, ())):
         return False
-    # A ratio |mean| / deviation of NaN becomes 0, so that a group with NaN does not hide the ratios of other
+    # In a group with NaN the ratio |mean| / deviation is replaced by 0. NaN would hide the ratios of other
     # groups. The maximum is computed as an infinity norm, because a comparison would allocate memory of the
     # size of ``ratio``.
     ratio = torch.nan_to_num(mean.detach() * rstd.detach())

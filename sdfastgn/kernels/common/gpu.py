@@ -25,10 +25,10 @@ TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if triton is
 # which a kernel waits for the previous kernel.
 HAS_GDC = TRITON_VERSION >= (3, 5)
 
-# If True, a kernel may read its input x before it calls ``gdc_wait`` (which waits for the previous kernel),
-# provided that an earlier kernel of the same op has already waited for the kernel that writes x
-# (docs/adr/0007-programmatic-dependent-launch.md). If False, every kernel waits before it reads. Only tests
-# set it to False.
+# Whether kernels may read their input x ahead, that is, before they call ``gdc_wait``, which waits for the
+# previous kernel. An op's first kernel never does so. It waits for the kernel that writes x, so later kernels
+# of the op may read x ahead (docs/adr/0007-programmatic-dependent-launch.md). If False, every kernel waits
+# before it reads. Only tests set it to False.
 READS_AHEAD = True
 # The compute capability that this package assumes for the meta device. The command ``sdfastgn plan`` sets it.
 # So the command can show which kernels would run on a GPU that this machine lacks.
@@ -42,7 +42,7 @@ def current_stream(x: Tensor) -> int:
 
     On a CPU, where kernels run in Triton's interpreter, it is 0.
     """
-    index = x.get_device()  # the index of a CPU is -1; ``x.device.type`` would be slower
+    index = x.get_device()  # -1 if x is on a CPU; faster than ``x.device``
     return 0 if index < 0 else current_raw_stream(index)
 
 

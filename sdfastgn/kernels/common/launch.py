@@ -144,7 +144,7 @@ class Launch:
         return launcher, (self.programs, 1, 1, *bound), self._values
 
     def run(self, first: Tensor, *others: Tensor | None) -> None:
-        """Launch the kernel on the current stream of the device of ``first``, even if it is not current."""
+        """Launch the kernel on the device of ``first``, current or not, in its current stream."""
         stream = gpu.stream_of(first)
         if stream is not None:  # the device is current, so the slow ``torch.cuda.device`` is not needed
             self(stream, first, *others)

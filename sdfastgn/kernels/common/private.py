@@ -159,14 +159,14 @@ class _Doubled(nn.Module):
 
 def _gives_one_twice() -> bool:
     """True if ``parametrize.cached()`` is active: two reads of a parametrized weight give the same tensor."""
-    probe = nn.LayerNorm(1)  # a LayerNorm, because it is initialized without random numbers
+    probe = nn.LayerNorm(1)  # a LayerNorm is initialized without random numbers
     parametrize.register_parametrization(probe, "weight", _Doubled())
     return probe.weight is probe.weight
 
 
 # Returns True inside ``torch.nn.utils.parametrize.cached()``.
 caches_parametrizations: Callable[[], bool] = (
-    (lambda: bool(parametrize._cache_enabled))  # ``cached()`` rebinds ``_cache_enabled``: each call reads it
+    (lambda: bool(parametrize._cache_enabled))  # read anew at each call: ``cached()`` changes it
     if hasattr(parametrize, "_cache_enabled")
     else _gives_one_twice
 )
@@ -372,9 +372,10 @@ def _precisions() -> tuple[Any, ...]:
 
 
 def _precision_places() -> tuple[Any, ...]:
-    """The objects with an attribute ``fp32_precision``, the most general one first. Empty in PyTorch 2.8.
+    """PyTorch's objects with an attribute ``fp32_precision``, the most general one first.
 
-    If the value of an object is "none", the value of a more general object applies.
+    Empty in PyTorch 2.8, which has no such attribute. If the value of an object is "none", the value
+    of a more general object applies.
     """
     if not hasattr(torch.backends, "fp32_precision"):
         return ()
@@ -454,7 +455,7 @@ schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 
 
 def is_composite(op: Any) -> bool:
-    """True if PyTorch's kernel for ``op`` calls other ops on all devices."""
+    """True if PyTorch has one kernel of ``op`` for all devices, which only calls other ops."""
     return _C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 

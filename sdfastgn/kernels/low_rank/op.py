@@ -33,13 +33,13 @@ from sdfastgn.kernels.common.sizes import ceil_div, next_power_of_2
 _TILE = (64, 64)
 # Number of ranks that one ``tl.dot`` multiplies.
 _DEPTH = 16
-# Maximum rank for which the kernel has no loop over blocks of ranks: ``_MOST_HALVES`` if both factors are
-# fp16 or both are bf16, else ``_MOST_OTHERS``. Without a loop the compiler unrolls the products of all ranks,
-# and may copy all their factors to shared memory at once. In the first case it copies little, but for higher
-# ranks than this it compiles for minutes if the GPU is of the Turing generation. In all other cases it copies
-# 512 bytes for each rank: the factors of 256 ranks do not fit into the shared memory of an RTX 40 GPU, and
-# the factors of 512 ranks do not fit into the shared memory of an H200. Also, the compiler takes 4 seconds
-# for 64 ranks, but 15 seconds for 128 ranks.
+# Maximum rank for which the kernel has no loop over blocks of ranks. Without a loop the compiler unrolls the
+# products of all ranks, and may copy all their factors to shared memory at once.
+# ``_MOST_HALVES`` is the maximum if both factors are fp16 or both are bf16. Then the compiler copies little.
+# But for higher ranks it would compile for minutes if the GPU is of the Turing generation.
+# ``_MOST_OTHERS`` is the maximum for all other dtypes. Then the compiler copies 512 bytes for each rank: the
+# factors of 256 ranks do not fit into the shared memory of an RTX 40 GPU, and the factors of 512 ranks do not
+# fit into the shared memory of an H200. Also, the compiler takes 4 seconds for 64 ranks, but 15 for 128.
 _MOST_HALVES = 256
 _MOST_OTHERS = 64
 # Number of ranks in a block, if the kernel has a loop over blocks of ranks. With more, registers spill on
@@ -105,7 +105,7 @@ class Pair(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """The properties of a layer that decide which launch computes it. Layers with equal properties share it.
+    """The properties of a layer that decide which launch computes it. Equal layers share a launch.
 
     ``weight``, ``a``, ``b``: dtypes of the weight and of the factors. ``is_aligned``: True if the addresses
     of weight and out are multiples of 16 bytes, and the number of columns is a multiple of 8.
@@ -254,7 +254,7 @@ def _tables(
         rows.append((*matrix, first, len(pairs)))
         first += len(pairs)
     tiles = [ceil_div(m[2], _TILE[0]) * ceil_div(m[3], _TILE[1]) for m in matrices]
-    counts = torch.tensor(tiles, device="cpu")  # made on the CPU, even if the default device is a GPU
+    counts = torch.tensor(tiles, device="cpu")  # the default device may be a GPU
     of = torch.repeat_interleave(torch.arange(len(matrices), device="cpu"), counts)
     number = torch.arange(len(of), device="cpu") - (counts.cumsum(0) - counts)[of]
     flat = [pair for pairs in factors for pair in pairs] or [(0,) * 7]

@@ -136,9 +136,10 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def _set(kind: str, of: ctypes.c_void_p, attribute: int, value: Any) -> None:
-    """Sets an attribute of cuBLASLt's descriptor ``of`` to the C value ``value``.
+    """Sets an attribute of a descriptor of cuBLASLt to the C value ``value``.
 
-    ``kind``: type of the descriptor, as in the names of cuBLASLt's functions, for example "MatmulDesc".
+    ``of``: the descriptor. ``kind``: type of the descriptor, as in the names of cuBLASLt's functions, for
+    example "MatmulDesc".
     """
     size = ctypes.c_size_t(ctypes.sizeof(value))
     _call(f"cublasLt{kind}SetAttribute", of, attribute, ctypes.byref(value), size)

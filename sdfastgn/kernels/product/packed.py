@@ -80,7 +80,7 @@ def span(allocation: torch.UntypedStorage, parts: Sequence[Tensor]) -> Tensor | 
         if part.data_ptr() != end or part.dtype != dtype or not part.is_contiguous():
             return None
         own = part.shape
-        if own == shape:  # equal shapes are usual, and compared faster than the slices ``own[1:]``
+        if own == shape:  # usual, and faster to test than the slices ``own[1:]``
             end += size
         elif own[1:] == columns:
             end += part.nbytes
@@ -94,7 +94,7 @@ def span(allocation: torch.UntypedStorage, parts: Sequence[Tensor]) -> Tensor | 
 
 
 def unpack(parameters: Iterable[Tensor]) -> None:
-    """Undoes ``pack``: each of the parameters that lies in its allocation gets separate memory again."""
+    """Undoes ``pack``: copies each parameter that lies in an allocation of ``pack`` to memory of its own."""
     found = list(parameters)
     with torch.inference_mode(False), torch.no_grad():
         for parameter, is_in in zip(found, are_packed(found), strict=True):

@@ -46,7 +46,7 @@ def in_rows_of_e4m3(y, WIDE: tl.constexpr):
     ``y``: fp32, and 0 outside of the rows.
     """
     size = tl.abs(y)
-    is_finite = size < float("inf")  # False where y is inf or NaN
+    is_finite = size < float("inf")  # False for inf and NaN in y
     scale = tl.maximum(row_max(tl.where(is_finite, size, 0.0), WIDE) * (1 / 448.0), 1.1754943508222875e-38)
     u = tl.minimum(tl.maximum(y * (1.0 / scale), -448.0), 448.0)  # rounding can exceed 448, E4M3's maximum
     return tl.where(is_finite, u, float("nan")), scale
