@@ -98,9 +98,10 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def fits_heads(q: Tensor, k: Tensor, v: Tensor, most: int, at_once: int) -> bool:
-    """True if dtypes, channels, strides and GPU of q, k and v suit the kernels for few keys and over frames.
+    """True if q, k and v suit the kernels of attention to few keys and of attention over frames.
 
-    q, k and v are (samples, heads, tokens, channels). The number of tokens is not checked.
+    Checks dtypes, channels, strides and GPU, but not the number of tokens. q, k and v are (samples, heads,
+    tokens, channels).
 
     Args:
         most: maximum number of channels of a head.

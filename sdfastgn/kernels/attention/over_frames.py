@@ -119,8 +119,8 @@ def tokens_within(q: Tensor, k: Tensor, v: Tensor) -> bool | None:
     """
     if q.dim() != 4 or not q.shape == k.shape == v.shape or len(q) < _LEAST_SAMPLES:
         return None
-    # The kernel is faster than PyTorch's attention only if a tile has the tokens of several samples. Here a
-    # tile would have one sample.
+    # The kernel is faster than PyTorch's attention only if a tile has the tokens of several samples. With
+    # so many tokens in a sample, two samples do not fit into a tile.
     if 2 * next_power_of_2(q.shape[2]) > _ROWS:
         return None
     for outer, inner in ((2, 0), (0, 2)):

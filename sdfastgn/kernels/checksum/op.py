@@ -181,7 +181,7 @@ def _is_readable(tensor: Tensor) -> bool:
         and (
             tensor.is_contiguous()
             or torch.empty_like(tensor, device="meta").stride()
-            == tensor.stride()  # comparing strides is slower, but finds all layouts without gaps
+            == tensor.stride()  # slower than ``is_contiguous``, but finds all layouts without gaps
         )
     )
 

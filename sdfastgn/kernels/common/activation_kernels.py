@@ -147,7 +147,7 @@ def activation_grad(dy, z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
     elif ACTIVATION == "gelu_tanh":
         s, rest = _sigmoid_and_rest(1.5957691216057308 * (z + 0.044715 * z * z * z), PAIRS)
         # With s = sigmoid(w) and rest = 1 - s, s * rest is computed before it is multiplied by powers of z.
-        # For large z it is 0, and z cubed can overflow fp32.
+        # For large z, s * rest is 0. z cubed alone may overflow to inf, and 0 * inf is NaN.
         dz = dy * (s + s * rest * z * (1.5957691216057308 + 0.2140644488078421 * z * z))
     elif ACTIVATION == "mish":
         e, r = _mish_parts(z)

@@ -68,7 +68,7 @@ def _growth(quantizer_ptr):
     ratio = tl.load(quantizer_ptr + 4, cache_modifier=".cg") / 448.0
     bits = tl.maximum(ratio, 1.0).to(tl.int32, bitcast=True)
     # ``ratio`` is rounded up to a power of two. Adding 0x7FFFFF to its bits carries into the exponent, unless
-    # ``ratio`` is a power of two already. Then the bits below the exponent are cleared.
+    # ``ratio`` is a power of two already. After the addition, the bits below the exponent are cleared.
     return ((bits + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
 
 

@@ -37,8 +37,8 @@ class PlanCache(dict[tuple[Any, ...], Value]):
 def plan_key(arguments: Iterable[Any], *more: Any) -> tuple[Any, ...]:
     """Returns the key of a call in a ``PlanCache``. Calls that can use the same launches have equal keys.
 
-    For each tensor, the key has its shape, strides, dtype and device. Other arguments, and ``more``, are in
-    the key as they are.
+    For each tensor, the key has its shape, strides, dtype and device. Other arguments are in the key as they
+    are. ``more``: further values of the key.
     """
     return (
         *[t if type(t) in _VALUES else (t.shape, t.stride(), t.dtype, t.device) for t in arguments],

@@ -105,7 +105,7 @@ class Pair(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """The properties of a layer that decide which launch computes it. Equal layers share a launch.
+    """Properties of a layer. One launch computes all layers for which all these properties are equal.
 
     ``weight``, ``a``, ``b``: dtypes of the weight and of the factors. ``is_aligned``: True if the addresses
     of weight and out are multiples of 16 bytes, and the number of columns is a multiple of 8.
@@ -185,7 +185,7 @@ class LowRankSums:
         ]
 
     def _places(self, index: int) -> range:
-        """The indices of the scales of ``sums[index]`` in the list of all scales."""
+        """The indices, in the list of all scales, of the scales of the sum number ``index``."""
         return range(self._first[index], self._first[index + 1])
 
     def compute(self, scales: Sequence[float]) -> None:

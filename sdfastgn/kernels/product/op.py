@@ -316,7 +316,7 @@ def _fastest(kind: _Kind) -> Algorithm | None:
 
 
 def _ways_of(kind: _Kind) -> list[_Way]:
-    """The algorithms for a product, each with a function that runs it. PyTorch's own is the first.
+    """The algorithms for a product, each with a function that runs it. The first is PyTorch's.
 
     Each algorithm runs once in this function, which loads its code onto the GPU.
     """

@@ -70,5 +70,5 @@ class RotatePlan:
 
 
 def _strides(t: Tensor) -> tuple[int, ...]:
-    """The strides of ``t``, but 0 along axes of one element."""
+    """The strides of ``t``, with 0 in place of the stride of each axis that has one element."""
     return tuple(0 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True))
