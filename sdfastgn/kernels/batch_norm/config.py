@@ -78,7 +78,7 @@ class Rows(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The numbers of samples, columns and rows, which GroupNorm's kernels get as N, C and HW."""
+        """N, C and HW for functions of GroupNorm and statistics: numbers of samples, columns and rows."""
         return self.samples, self.width, self.rows
 
     @property
@@ -128,9 +128,9 @@ def small_config(rows: Rows, C: int, num_sms: int, *, backward: bool = False) ->
     positions = rows.samples * rows.rows * rows.width // C
     block = min(next_power_of_2(C), _SMALL_CHANNELS_LAST) if rows.channels_last else 1
     outer, most = next_power_of_2(positions), _SMALL_MAX_ELEMENTS
-    # If x is channels-first, the statistics kernel of the alternative with several launches uses a warp for
-    # each channel of each image, which is slow if images are small. For small images the single launch is
-    # therefore faster up to a larger number of elements.
+    # The alternative is several launches, which are slow for small channels-first images: their statistics
+    # kernel uses a warp for each channel of each image. So for these images a single launch is faster up to a
+    # larger number of elements.
     has_short_rows = not rows.channels_last and rows.rows < WARP_LOAD
     if backward and not has_short_rows:
         most = _SMALL_BACKWARD_MAX_ELEMENTS
