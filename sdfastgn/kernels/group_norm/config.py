@@ -59,8 +59,8 @@ _APPLY_WARPS = 2
 # Warps of a program of the kernels that compute y or dx element by element, in a channels-last forward with
 # few tiles and in every backward: 16 elements for each thread.
 _APPLY_WARPS_OF_FEW_TILES = 4
-# ``apply_kernel``, which computes y, has few tiles if there are at most this many for each multiprocessor. If
-# x is channels-last, each of its programs then has ``_APPLY_WARPS_OF_FEW_TILES`` warps.
+# ``apply_kernel``, which computes y, has few tiles if there are at most this many tiles for each
+# multiprocessor. If x is channels-last, each of its programs then has ``_APPLY_WARPS_OF_FEW_TILES`` warps.
 _APPLY_FEW_TILES = 12
 # Channels of a channels-last tile of ``apply_kernel``, which computes y, if C is a multiple of this number.
 # Otherwise a tile has 64 channels, or fewer if C is at most 32.
