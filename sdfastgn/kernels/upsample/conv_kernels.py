@@ -140,8 +140,8 @@ def _interleave_kernel(
     mask = None
     if not EVEN:
         mask = (i < pixels - first) & (c < C)
-    # Indices of pixels in the batch may need int64. int32 is enough for a row's index within its image, and
-    # for columns that are counted from the start of the row of the tile's first pixel.
+    # ``first``, the index of the tile's first pixel in the whole batch, may need int64. ``row`` counts
+    # from the start of that pixel's image, ``column`` from the start of its row. Both fit into int32.
     first_row = first // (2 * W)
     column = (first % (2 * W)).to(tl.int32) + i
     row = (first_row % (2 * H)).to(tl.int32) + column // (2 * W)
