@@ -27,14 +27,16 @@ class BatchNormGradPlan:
     There is either one launch, ``small``, or there are up to three launches: ``sums``, ``merge`` and
     ``apply``. A launch is left out if the wanted gradients do not need it.
 
-    dz is the gradient of the activation's argument. It is also the gradient of the residual.
+    dz is the gradient of the activation's argument. It is also the gradient of the residual. xhat is the
+    normalized x.
 
     Attributes:
         small: the launch that computes everything, or None.
-        sums: the launch that stores dz if it is wanted, and sums of chunks. None if neither is needed.
-        merge: the launch that adds up the sums of chunks. None if these sums are not needed.
+        sums: the launch that stores dz if it is wanted, and the sums of dz and of dz * xhat over each chunk
+            of positions. None if neither dz nor the sums are needed.
+        merge: the launch that adds up the sums of all chunks. None if the sums are not needed.
         apply: the launch that computes dx. None if dx is not wanted.
-        partials: number of partial sums of each kind that ``sums`` stores for each channel.
+        partials: how many sums of dz (and as many of dz * xhat) ``sums`` stores for each channel.
         reads_dz: True if ``apply`` reads dz instead of dy and the residual.
     """
 

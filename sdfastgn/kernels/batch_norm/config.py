@@ -32,8 +32,8 @@ _SMALL_MAX_ELEMENTS = 16384
 _SMALL_MAX_ALONE = 32768
 _SMALL_ALONE_PART = 3
 # Maximum number of elements of x in a program of a backward that is a single launch (``small_config``). It is
-# smaller than in the forward, because registers hold both x and dy. It does not apply to small channels-first
-# images.
+# smaller than in the forward, because registers hold both x and dy. Small channels-first images have the
+# forward's maximum, ``_SMALL_MAX_ELEMENTS``.
 _SMALL_BACKWARD_MAX_ELEMENTS = 8192
 # Channels of a channels-last program if one launch does everything (``small_config``). With 16 bits each,
 # these channels are a whole 32-byte sector of memory. A channels-first program has one channel, whose
@@ -78,7 +78,7 @@ class Rows(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The sizes (N, C, HW) of a tensor with this number of samples, columns and rows."""
+        """N, C and HW for functions of GroupNorm and statistics: numbers of samples, columns and rows."""
         return self.samples, self.width, self.rows
 
     @property
@@ -128,15 +128,15 @@ def small_config(rows: Rows, C: int, num_sms: int, *, backward: bool = False) ->
     positions = rows.samples * rows.rows * rows.width // C
     block = min(next_power_of_2(C), _SMALL_CHANNELS_LAST) if rows.channels_last else 1
     outer, most = next_power_of_2(positions), _SMALL_MAX_ELEMENTS
-    # If x is channels-first, the statistics kernel of the alternative with several launches uses a warp for
-    # each channel of each image, which is slow if images are small. For small images the single launch is
-    # therefore faster up to a larger number of elements.
+    # The alternative is several launches, which are slow for small channels-first images: their statistics
+    # kernel uses a warp for each channel of each image. So for these images a single launch is faster up to a
+    # larger number of elements.
     has_short_rows = not rows.channels_last and rows.rows < WARP_LOAD
     if backward and not has_short_rows:
         most = _SMALL_BACKWARD_MAX_ELEMENTS
     elif not backward and num_sms / _SMALL_ALONE_PART <= ceil_div(C, block) <= num_sms:
         most = _SMALL_MAX_ALONE
-    if outer * block > most or positions * C >= 2**31:  # offsets are int32, so x has below 2^31 elements
+    if outer * block > most or positions * C >= 2**31:  # the kernel has int32 offsets
         return None
     lanes = min(outer, WARP_LOAD // block)
     num_warps = min(next_power_of_2(ceil_div(outer * block, _SMALL_PER_WARP)), outer // lanes)

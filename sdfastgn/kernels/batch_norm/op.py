@@ -168,8 +168,8 @@ def batch_norm_call(
 def normalize(name: str, call: BatchNormCall, *, fused: bool = True) -> Tensor:
     """Computes y for ``call``, and updates the running averages.
 
-    If ``fused`` is True, the kernels update the running averages where possible. Otherwise PyTorch's own ops
-    update them.
+    The kernels update the running averages if ``fused`` is True, kernels run, the running averages are
+    contiguous, and nothing traces or transforms the call. Otherwise PyTorch's own ops update them.
     """
     running = call.running_mean, call.running_var
     if call.running_mean is None:
@@ -179,8 +179,8 @@ def normalize(name: str, call: BatchNormCall, *, fused: bool = True) -> Tensor:
         y, mean, var = BATCH_NORM(call, name)
     else:
         BATCH_NORM.check(name, call)
-        # The new call is made from all operands, because torch.compile before PyTorch 2.9 cannot trace
-        # ``_replace``.
+        # A call without the running averages is made from all operands, because torch.compile before
+        # PyTorch 2.9 cannot trace ``_replace``.
         operands = call.x, call.weight, call.bias, call.residual, call.mean, call.var
         y, mean, var = BATCH_NORM(BatchNormCall(*operands, call.eps, 0.0, call.activation), name)
     # If a kernel could not be compiled, sdfastgn has turned the op off, and ``reference_batch_norm`` has
@@ -194,7 +194,7 @@ def normalize(name: str, call: BatchNormCall, *, fused: bool = True) -> Tensor:
 def _is_contiguous(t: Any) -> bool:
     try:
         return bool(t.is_contiguous())
-    except (AttributeError, RuntimeError):  # ``t`` is no tensor, or has no strides
+    except (AttributeError, RuntimeError):  # ``t`` is no tensor or not strided: ``normalize`` raises
         return False
 
 

@@ -85,8 +85,8 @@ def _config(rows: int, D: int, vector: int, stride: int) -> TileConfig:
     widths = [min(load, next_power_of_2(D))]
     while load * 2 ** len(widths) <= min(load * _MAX_WARPS, next_power_of_2(D)):
         widths.append(2 * widths[-1])
-    # Blocks of ``width`` columns pad a row to a multiple of ``width``. The block gets the largest width with
-    # which a padded row is at most 9/8 as long as with the smallest width.
+    # A row is padded to a multiple of the width of a block. Wide blocks can pad it more. So the width is the
+    # largest of ``widths`` that makes a padded row at most 9/8 as long as the smallest of ``widths`` does.
     best = ceil_div(D, widths[0]) * widths[0]
     block_d = next(width for width in reversed(widths) if 8 * ceil_div(D, width) * width <= 9 * best)
     block_r = min(next_power_of_2(rows), max(1, _ROWS * load // block_d) if block_d < load else _ROWS)

@@ -34,9 +34,10 @@ _SMALL_LONG_ROW = 128
 # elements, with the group's sizes rounded up to powers of 2. It is smaller than in the forward, because
 # registers hold both x and dy.
 _SMALL_BACKWARD_MAX_ELEMENTS = 4096
-# Pairs of numbers for a channels-last forward that normalizes groups in one launch (``SmallConfig``). Groups
-# of at most as many elements as the first number, with sizes rounded up to powers of 2, get one warp for as
-# many elements as the second number. Small groups are faster with fewer elements for each warp.
+# Pairs (maximum number of elements of a group, number of elements for each warp) for a channels-last forward
+# that normalizes groups in one launch (``SmallConfig``). A group takes the first pair whose maximum is large
+# enough. The group's sizes are rounded up to powers of 2 before. Small groups are faster with fewer elements
+# for each warp.
 _SMALL_PER_WARP = ((4096, 512), (8192, 1024), (32768, 2048))
 # Number of elements for each warp in all other launches with a ``SmallConfig``: channels-first, or a
 # backward.
@@ -58,8 +59,8 @@ _APPLY_WARPS = 2
 # Warps of a program of the kernels that compute y or dx element by element, in a channels-last forward with
 # few tiles and in every backward: 16 elements for each thread.
 _APPLY_WARPS_OF_FEW_TILES = 4
-# ``apply_kernel``, which computes y, has few tiles if there are at most this many for each multiprocessor. If
-# x is channels-last, each of its programs then has ``_APPLY_WARPS_OF_FEW_TILES`` warps.
+# ``apply_kernel``, which computes y, has few tiles if there are at most this many tiles for each
+# multiprocessor. If x is channels-last, each of its programs then has ``_APPLY_WARPS_OF_FEW_TILES`` warps.
 _APPLY_FEW_TILES = 12
 # Channels of a channels-last tile of ``apply_kernel``, which computes y, if C is a multiple of this number.
 # Otherwise a tile has 64 channels, or fewer if C is at most 32.
@@ -112,8 +113,8 @@ _WALK_MIN_RUN = 64
 # Minimum number of groups for each multiprocessor for a backward with ``WalkConfig``, in which a program
 # computes a whole group. With fewer, multiprocessors that finish early wait too long for the last ones.
 _WALK_MIN_GROUPS = 8
-# Minimum number of elements of a group that the comment on ``_WALK_CHEAP`` calls large. One program for such
-# a group fills a multiprocessor.
+# Minimum number of elements of a large group in a backward with ``WalkConfig``. A program for a large group
+# fills a multiprocessor, and has other tiles than a program for a smaller group (``_WALK_OTHER``).
 _WALK_LARGE_ELEMENTS = 32768
 # Each of the next four constants is (elements of a tile, elements that stay in registers, warps) of a program
 # in a backward with ``WalkConfig``. How many elements fit into registers depends on the activation's
@@ -284,7 +285,7 @@ def walk_config(
         or group * itemsize * num_sms > _WALK_MAX_PART * l2_bytes
         or N * num_groups < _WALK_MIN_GROUPS * num_sms
         or (channels_last and CG * itemsize < _WALK_MIN_RUN)
-        or 4 * block_c > 5 * CG  # the padding of the channels would leave a fifth of the lanes idle
+        or 4 * block_c > 5 * CG  # the padding of the channels would leave over a fifth of the lanes idle
         or C * HW >= 2**31  # the kernel has int32 offsets within a sample
     ):
         return None

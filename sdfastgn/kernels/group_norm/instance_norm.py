@@ -62,5 +62,5 @@ def instance_norm(
             f"got shape {tuple(x.shape)}"
         )
     eps = eps if type(eps) is float else as_eps(name, eps)
-    num_groups = x.shape[1] or 1  # x without channels: the result is empty, as in PyTorch
+    num_groups = x.shape[1] or 1  # 1 if x has no channels: the result is empty, as in PyTorch
     return GROUP_NORM(GroupNormCall(x, num_groups, weight, bias, eps, activation, *NO_MORE), name)

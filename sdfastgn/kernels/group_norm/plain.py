@@ -36,12 +36,14 @@ def plain_group_norm(
         z (N, C, *spatial), channels-first; mean and rstd (N, G). All in the dtype of u.
     """
     if weight is None and bias is not None:
-        weight = torch.ones_like(bias)  # ones, because PyTorch's backward fails with a bias and no weight
+        # PyTorch's backward fails with a bias and no weight, so the weight becomes a tensor of ones.
+        weight = torch.ones_like(bias)
     # Weight and bias are made contiguous, because PyTorch reads them as if they were.
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     u = u.contiguous().flatten().view(u.shape)
-    if u.numel() == 0:  # PyTorch's GroupNorm would have NaN gradients if u is empty
-        z = u.clone()  # a copy, because the caller may write to the result
+    # PyTorch's GroupNorm has NaN gradients if u is empty, so it is not called then.
+    if u.numel() == 0:
+        z = u.clone()  # z is a copy of u, because the caller may write to z
         for t, combine in ((weight, torch.mul), (bias, torch.add)):
             z = z if t is None else combine(z, t.view(-1, *[1] * (u.dim() - 2)))
         return z, u.new_zeros(u.shape[0], num_groups), u.new_zeros(u.shape[0], num_groups)

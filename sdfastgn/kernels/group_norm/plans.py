@@ -131,7 +131,7 @@ class GroupNormPlan:
         if self.tokens is not None:
             y = torch.empty(self.tokens, dtype=out_dtype or x.dtype, device=x.device)
         elif out_dtype is None:
-            y = torch.empty_like(x)  # ``empty_like`` with ``dtype`` takes 1.5 times the CPU time
+            y = torch.empty_like(x)  # with ``dtype``, ``empty_like`` takes 1.5 times as much CPU time
         else:
             y = torch.empty_like(x, dtype=out_dtype)
         if self.small is not None:

@@ -409,7 +409,7 @@ def _normalise_tile(
     first = load_ahead(x_row, None, AHEAD)
     if PDL and AHEAD:
         gdc_wait()
-    if PDL and quantizer_ptr is not None:  # if y is in E4M3, this kernel is launched a second time
+    if PDL and quantizer_ptr is not None:  # the second launch, for y in E4M3, may start
         gdc_launch_dependents()
     scale, offset = _affine(weight_ptr, bias_ptr, c, mask)
     first, rest = row_mean(first.to(tl.float32), tl.load(centre_ptr + row))

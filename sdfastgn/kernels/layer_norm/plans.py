@@ -200,8 +200,8 @@ def row_strides(t: Tensor | None) -> tuple[int, int]:
 def row_numbers(strides: dict[str, tuple[int, int]], vector: int) -> dict[str, int]:
     """Names the strides of operands as a kernel's arguments, for example ``x_sample`` and ``x_row`` for x.
 
-    ``strides``: for the name of each operand the strides along samples and rows, in elements. The results are
-    in units of ``vector`` elements.
+    ``strides``: a dict from the name of each operand to its strides along samples and rows, in elements. The
+    results are strides in units of ``vector`` elements.
     """
     return {
         f"{name}_{axis}": stride // vector

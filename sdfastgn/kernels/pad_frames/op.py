@@ -298,8 +298,8 @@ def _bordered(frames: Tensor, border: tuple[int, int], mode: str) -> Tensor:
 def _replicated(u: Tensor, axis: int, front: int, back: int) -> Tensor:
     """Adds ``front`` copies of the first slice along ``axis``, and ``back`` copies of the last slice.
 
-    The backward of ``aten.replication_pad3d`` has no deterministic algorithm on a GPU. The concatenation here
-    has one.
+    ``aten.replication_pad3d`` is not used, because its backward is not deterministic on a GPU. The backward
+    of a concatenation is.
     """
     if front == 0 == back:
         return u

@@ -28,10 +28,10 @@ _REDUCTIONS = {"read": (8, 8, 16), "write": (16, 8, 8), "backward": (16, 4, 4)}
 # Number of groups of the GroupNorm that ``statistics_pay`` assumes, because it does not know the norm. Stable
 # Diffusion's norms have 32 groups.
 _USUAL_GROUPS = 32
-# Minimum number of elements of a group for which GroupNorm is faster if the kernel that writes its input also
-# computes the statistics. Elements are counted with channels and positions rounded up to powers of 2. If
-# GroupNorm is not given statistics, it normalizes a smaller group by one launch. This is faster than the two
-# launches that it needs with given statistics.
+# If groups have at least this number of elements, GroupNorm is faster if the kernel that writes its input
+# also computes the statistics. Elements are counted with channels and positions rounded up to powers of 2. If
+# groups are smaller, GroupNorm is faster without given statistics: it then needs a single launch instead of
+# two.
 _STATISTICS_MIN_ELEMENTS = 16384
 
 

@@ -265,7 +265,7 @@ def _statistics_kernel(
         y_ptr += first * y_step
     count = tl.maximum(tl.minimum(rows, HW - chunk.to(tl.int64) * rows), 0).to(tl.int32)
     if PDL:
-        # The next kernel may start only when x is complete. So the next kernel may read x at once.
+        # This kernel waits for x before it lets the next kernel start. So the next kernel may read x at once.
         gdc_wait()
         gdc_launch_dependents()
     bias = _bias(bias_ptr, n * C + c if SAMPLE_BIAS else c, c < C * biased)

@@ -88,7 +88,8 @@ def convolve_phases(
     phases = empty_laid_out(weight, (4 * C_out, C_in, 2, 2), channels_last=True)
     conv_kernels.launch_phase_weights(dense(weight), phases)
     t = torch.ops.aten.conv2d.default(dense(x), phases, padding=[1, 1])
-    if not is_channels_last(t):  # if x has one channel or one pixel, t can be channels-first
+    # If x has one channel or one pixel, t can be channels-first. The kernel that reads t needs channels-last.
+    if not is_channels_last(t):
         t = t.contiguous(memory_format=torch.channels_last)
     y = empty_image(x, C_out, 2 * x.shape[2], 2 * x.shape[3])
     statistics = None

@@ -57,9 +57,9 @@ def _store_phases(out, plane, w0, w1, w2, mask, B: tl.constexpr, S: tl.constexpr
     """Stores column ``S`` of the 2 x 2 weights of the phases (0, ``B``) and (1, ``B``).
 
     Phase (a, b) is the convolution that computes the rows 2h + a and the columns 2w + b of the result.
-    ``w0``, ``w1``, ``w2``: one value for each row of the 3 x 3 weights, which ``_row_of_weights`` has
-    computed for phase ``B`` and column ``S``. ``plane``: elements between the starts of neighboring phases in
-    ``out``.
+    ``w0``, ``w1``, ``w2``: the values for column ``S`` of these two phases that ``_row_of_weights`` has
+    computed from the first, second and third row of the 3 x 3 weights. ``plane``: elements between the starts
+    of neighboring phases in ``out``.
     """
     first0, first1, second0, second1 = _two_phases(w0, w1, w2)
     tl.store(out + B * plane + S * C, first0.to(out.dtype.element_ty), mask=mask)
@@ -140,8 +140,8 @@ def _interleave_kernel(
     mask = None
     if not EVEN:
         mask = (i < pixels - first) & (c < C)
-    # Indices of pixels in the batch may need int64. int32 is enough for a row's index within its image, and
-    # for columns that are counted from the start of the row of the tile's first pixel.
+    # ``first``, the index of the tile's first pixel in the whole batch, may need int64. ``row`` counts
+    # from the start of that pixel's image, ``column`` from the start of its row. Both fit into int32.
     first_row = first // (2 * W)
     column = (first % (2 * W)).to(tl.int32) + i
     row = (first_row % (2 * H)).to(tl.int32) + column // (2 * W)
