@@ -191,10 +191,7 @@ def _joined(r: Rewriter, chains: Sequence[Chain], *, first_is_inner: bool) -> No
 
 
 def _nested(r: Rewriter, outer: Node, inner: Node) -> Node:
-    """Combines the filters of two convolutions by multiplying ``inner`` with each element of ``outer``.
-
-    Each element of ``outer`` is replaced by the whole product.
-    """
+    """Combines the filters of two convolutions: each element of ``outer`` becomes element * ``inner``."""
     channels = shape(outer)[0] * shape(outer)[1]
     b, C, *small = shape(inner)
     outer = r.reshape(outer, (channels // (b * C), b * C, *shape(outer)[2:]))

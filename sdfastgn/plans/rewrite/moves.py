@@ -1,4 +1,4 @@
-"""Removes copies before sums, means and biases of elements that move between channels and positions.
+"""Removes copies that only move elements between channels and positions, before a sum, mean or bias.
 
 Pixel shuffles, and the code that cuts an image into patches, are views followed by a reshape that must copy.
 A sum or mean can read the views before that reshape instead. It then needs no copy, and it writes its result

@@ -34,8 +34,8 @@ from sdfastgn.plans.run.aliases import VIEWS
 from sdfastgn.plans.run.schemas import arguments
 
 aten = torch.ops.aten
-# For each op that is an activation, the name by which kernels know it. GELU has a second name for its tanh
-# form, which the function ``activation`` returns.
+# For each op that is an activation, the name by which kernels know it. For GELU in its tanh form, the
+# function ``activation`` returns another name.
 ACTIVATIONS = {
     aten.silu.default: "silu",
     aten.relu.default: "relu",
