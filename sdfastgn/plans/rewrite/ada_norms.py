@@ -240,8 +240,8 @@ def _summands(n: Node) -> Iterator[tuple[Node, Node]]:
 def _operands(n: Node, op: Any, root: Node) -> Iterator[tuple[Node, Node | None]]:
     """Yields (n, None), and also (a, b) if ``n`` is ``op(a, b)`` and b can be a factor or offset of a.
 
-    It can if a has the shape of the node ``root``, and b broadcasts to this shape. Casts after ``op`` are
-    skipped.
+    It can if a has the shape of the node ``root``, and b broadcasts to this shape. If ``n`` is a
+    cast of ``op(a, b)``, the cast is skipped.
     """
     n = uncast(n, root)
     yield n, None

@@ -164,7 +164,7 @@ def upsampled_in_frames(r: Rewriter, n: Any) -> Node | None:
 
 
 def padded_for_all(r: Rewriter, n: Any) -> Node | None:
-    """Computes frames that are read both with and without a pad along time only once: with the pad.
+    """If frames are read both with and without a pad along time, computes them once: with the pad.
 
     The node ``n`` calls ``steps.frames`` only to pad the result of another call of ``steps.frames``. One call
     replaces both. Nodes that read the frames without the pad get a view of the padded frames.

@@ -89,7 +89,10 @@ def sum_of_views(r: Rewriter, n: Any) -> Node | None:
 
 
 def bias_before_views(r: Rewriter, n: Any) -> None:
-    """Lets a reshape that must copy also add a bias that comes before it, with only views between the two."""
+    """Lets a reshape that must copy also add the bias that the sum ``n`` adds before it.
+
+    Only views may be between the sum and the reshape.
+    """
     views: list[Node] = []
     end: Any = n
     while is_only(end) and has(user(end), steps.reshape, steps.permute):
@@ -172,9 +175,9 @@ def _expanded(r: Rewriter, source: Moved, to: Sizes) -> Moved:
 
 
 def _part(r: Rewriter, source: Moved, dim: int, start: int, length: int) -> Moved | None:
-    """Cuts ``length`` elements of axis ``dim`` from ``start`` on out of ``source``.
+    """Cuts ``length`` elements of axis ``dim`` out of ``source``, beginning with element ``start``.
 
-    Axis ``dim`` joins axes of ``source.view``. None if no cuts of these axes give exactly the elements.
+    Axis ``dim`` joins axes of ``source.view``. None if cuts of these axes cannot give exactly these elements.
     """
     place, axes = len(_flat(source.axes[:dim])), list(source.axes[dim])
     view = source.view

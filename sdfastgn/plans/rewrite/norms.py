@@ -107,9 +107,10 @@ def norm_over(n: Node, axis: int) -> Norm | None:
 
 
 def _affine(n: Any, axis: int) -> tuple[Any, Norm]:
-    """Separates what comes after a norm from the norm: its weight, bias and scale, and casts.
+    """Goes back from the node ``n`` over the weight, bias, scale and casts that follow a norm.
 
-    Returns (the value before these, a ``Norm`` with the weight, bias and scale).
+    Returns (the value before these, a ``Norm`` with the weight, bias and scale). The search does not check
+    whether that value is a norm.
     """
     weight = bias = None
     scale = 1.0

@@ -357,7 +357,7 @@ def _bmm(r: Rewriter, n: Node, x: Node, w: Node) -> Node | None:
 
 
 def _product(r: Rewriter, n: Node, x: Node, w: Node, bias: Node | None = None) -> Node:
-    """Makes a call of ``steps.linear``. A reshape before it that keeps rows is moved behind it."""
+    """Makes a call of ``steps.linear``. A reshape of x that keeps its rows is moved behind the call."""
     x = _rows_of(x)
     y = r.new(steps.linear, (x, w, bias), (*shape(x)[:-1], shape(w)[0]), dtype(n))
     return r.reshape(y, shape(n))

@@ -139,9 +139,9 @@ def activated_sum(r: Rewriter, n: Any) -> Node | None:
 
 
 def shifted_norm(r: Rewriter, n: Any) -> Node | None:
-    """Lets a norm add the bias, or the embedding with one number a channel, that is added to its input.
+    """Lets a norm add the bias, or an embedding of one number per channel, that is added to its input.
 
-    The norm adds it as its argument ``shift``.
+    The norm takes the bias or embedding as its argument ``shift``.
     """
     x, i = n.args[0], _SHIFT[n.target]
     args = [*n.args, *[None] * (i + 1 - len(n.args))]
