@@ -193,7 +193,7 @@ def padded_part(r: Rewriter, n: Node, cut: Any) -> Node | None:
 def unpadded(x: Any, sizes: Sequence[int]) -> Any:
     """Returns the input of x, if x is a pad that only adds elements after the first ``sizes`` elements.
 
-    ``sizes``: a number of elements for each spatial axis. Otherwise it returns x.
+    Otherwise returns x. ``sizes``: a number of elements for each spatial axis.
     """
     if not has(x, steps.pad) or any(x.args[1][::2]) or min(x.args[1]) < 0:
         return x

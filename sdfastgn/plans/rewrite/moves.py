@@ -89,9 +89,9 @@ def sum_of_views(r: Rewriter, n: Any) -> Node | None:
 
 
 def bias_before_views(r: Rewriter, n: Any) -> None:
-    """Lets a reshape that must copy also add the bias that the sum ``n`` adds before it.
+    """Lets a reshape that must copy also add the bias that the node ``n`` adds before it.
 
-    Only views may be between the sum and the reshape.
+    Only views may be between ``n`` and the reshape.
     """
     views: list[Node] = []
     end: Any = n
