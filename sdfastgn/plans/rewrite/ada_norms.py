@@ -214,7 +214,7 @@ def _sum(n: Node) -> _Sum | None:
         for b, gate in _operands(added, aten.mul.Tensor, n):
             is_activated = any(has(uncast(t, n), *ACTIVATIONS) for t in (b, gate))
             if gate is not None and is_activated and shape(gate) == shape(n):
-                continue  # left to ``steps.gated``: value * activation(gate) of equal shapes
+                continue  # ``steps.gated`` replaces value * activation(gate) of equal shapes
             for c, gain in _operands(b, aten.mul.Tensor, n):
                 norm = _norm(c, n)
                 is_gain = gain is None or (rank(gain) == 1 and norm is not None and norm.weight is None)
@@ -240,8 +240,8 @@ def _summands(n: Node) -> Iterator[tuple[Node, Node]]:
 def _operands(n: Node, op: Any, root: Node) -> Iterator[tuple[Node, Node | None]]:
     """Yields (n, None), and also (a, b) if ``n`` is ``op(a, b)`` and b can be a factor or offset of a.
 
-    It can if a has the shape of the node ``root``, and b broadcasts to this shape. Casts after ``op`` are
-    skipped.
+    It can if a has the shape of the node ``root``, and b broadcasts to this shape. If ``n`` is a
+    cast of ``op(a, b)``, the cast is skipped.
     """
     n = uncast(n, root)
     yield n, None

@@ -38,7 +38,7 @@ def cat(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
 
 
 def _all_of_one(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
-    """Replaces a cat by a tensor x, if its parts are all parts into which x was cut, in their order."""
+    """Replaces a cat by the tensor x, if the cat joins all parts into which x was cut, in their order."""
     return _joined([_uncopied(p) for p in parts], dim)
 
 
@@ -50,8 +50,8 @@ def _moved_parts(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node 
         return None
     axis, length = cuts[0].args[1], cuts[0].args[3]
     before = math.prod(shape(n)[:dim])
-    # The result of the cat is a stack of the parts along a new axis before their axis ``at``, reshaped.
-    # ``at`` is None if the parts were reshaped so that there is no such axis.
+    # If the cuts (the parts before they were reshaped) are stacked along a new axis before their axis ``at``,
+    # the stack has the elements of the cat in the same order. ``at`` is None if there is no such axis.
     at = next((i for i in range(rank(whole) + 1) if math.prod(shape(cuts[0])[:i]) == before), None)
     if at is None:
         return None
@@ -191,9 +191,9 @@ def padded_part(r: Rewriter, n: Node, cut: Any) -> Node | None:
 
 
 def unpadded(x: Any, sizes: Sequence[int]) -> Any:
-    """Returns the input of the pad x, if the first ``sizes`` elements of each spatial axis are not padded.
+    """Returns the input of x, if x is a pad that only adds elements after the first ``sizes`` elements.
 
-    Otherwise, or if x is no pad, it returns x.
+    Otherwise returns x. ``sizes``: a number of elements for each spatial axis.
     """
     if not has(x, steps.pad) or any(x.args[1][::2]) or min(x.args[1]) < 0:
         return x

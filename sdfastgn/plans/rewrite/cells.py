@@ -163,8 +163,10 @@ def _is_usual(n: Any) -> bool:
 def _joined(r: Rewriter, chains: Sequence[Chain], *, first_is_inner: bool) -> Node | None:
     """Combines the filters of successive convolutions: (chains, C, *cell), in fp32.
 
-    Each of ``chains`` is a series of convolutions. It gets one filter for each channel. Returns None if the
-    chains have kernels of different sizes, or if the matrix of the product would be too large.
+    Each of ``chains`` is a series of convolutions, which gets one combined filter for each channel. Returns
+    None for a single chain, for kernels of different sizes, or if the matrix that replaces the convolutions
+    would be too large.
+
     ``first_is_inner``: True if each element of the next convolution's kernel stands for a whole kernel of the
     first one. False if it is the other way round, as in transposed convolutions.
     """
@@ -191,10 +193,7 @@ def _joined(r: Rewriter, chains: Sequence[Chain], *, first_is_inner: bool) -> No
 
 
 def _nested(r: Rewriter, outer: Node, inner: Node) -> Node:
-    """Combines the filters of two convolutions by multiplying ``inner`` with each element of ``outer``.
-
-    Each element of ``outer`` is replaced by the whole product.
-    """
+    """Combines the filters of two convolutions: each element of ``outer`` becomes element * ``inner``."""
     channels = shape(outer)[0] * shape(outer)[1]
     b, C, *small = shape(inner)
     outer = r.reshape(outer, (channels // (b * C), b * C, *shape(outer)[2:]))

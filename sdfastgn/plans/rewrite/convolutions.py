@@ -33,7 +33,7 @@ from sdfastgn.plans.run import steps
 _CUDNN_CHANNELS = 8
 # For each function in ``steps`` that adds a bias: the indices of its arguments ``bias`` and ``emits``.
 # ``emits`` says whether the function also computes statistics for a GroupNorm. The argument ``activation``
-# comes directly after it.
+# comes directly after ``emits``.
 _SUMS = {steps.add: (2, 4), steps.add_bias_: (1, 2)}
 
 # In these dtypes a convolution with a 1x1 kernel may become a matrix product. In fp32 PyTorch lets

@@ -3,14 +3,14 @@
 Each row of the input, and each row of the weight, has its own scale. A kernel before the product quantizes
 the input. Several products of the same input share this kernel. If the input comes from an adaptive norm, the
 norm's kernel quantizes it. Otherwise the quantizing kernel also computes an activation, a concatenation of
-two tensors or a gated activation before the product, whose result is then not written to memory in 16 bits.
+two tensors or a gated activation before the product. Its result is then not written to memory in 16 bits.
 
 Only large layers in the model's transformer blocks are computed in E4M3 (``in_blocks`` of
 ``patches/fp8/rows.py``). Small layers would hardly be faster. The layers that are sensitive to rounding are
 outside of blocks: embeddings of patches, prompt and timestep, and the last layer. Layers that compute
-modulations in blocks have few rows. In all other layers the error is that of rounding to E4M3, because the
-scale of each row is computed in each call. No value is clipped, and an outlier costs no precision in other
-rows.
+modulations in blocks have few rows. In layers that are computed in E4M3, the error is that of rounding,
+because the scale of each row is computed in each call. No value is clipped, and an outlier costs no precision
+in other rows.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Source(NamedTuple):
 
 
 def in_one(r: Rewriter, n: Any) -> Node | None:
-    """Replaces convolutions of successive parts of a video, and the cat of their results, by one."""
+    """Replaces a cat of convolutions of successive parts of a video by one convolution of these parts."""
     parts, axis = n.args
     if rank(n) != 5 or axis != 2 or not all(has(p, steps.conv) and is_only(p) for p in parts):
         return None
@@ -164,7 +164,7 @@ def upsampled_in_frames(r: Rewriter, n: Any) -> Node | None:
 
 
 def padded_for_all(r: Rewriter, n: Any) -> Node | None:
-    """Computes frames that are read both with and without a pad along time only once: with the pad.
+    """If frames are read both with and without a pad along time, computes them once: with the pad.
 
     The node ``n`` calls ``steps.frames`` only to pad the result of another call of ``steps.frames``. One call
     replaces both. Nodes that read the frames without the pad get a view of the padded frames.
@@ -186,7 +186,7 @@ def padded_for_all(r: Rewriter, n: Any) -> Node | None:
 
 
 def _only_pads(how: list[Any]) -> bool:
-    """True if ``how``, arguments of ``steps.frames`` after the first, ask only for pads along time."""
+    """True if ``how``, the arguments of ``steps.frames`` after x, asks for nothing but pads along time."""
     cache, _, _, border, _, keep, shift, norm, times, window = how
     is_plain = cache is shift is norm is None and not keep and window == 1
     return is_plain and not any(border) and tuple(times) == _ONCE
@@ -270,7 +270,7 @@ def _without_pad(source: Source) -> Source | None:
 
 
 def _without_pad_of_norm(source: Source) -> Source | None:
-    """Adds a pad before a GroupNorm to ``source``, which describes a convolution's input.
+    """Adds a GroupNorm and the pad before it to ``source``, the description of a convolution's input.
 
     Returns the new description, or None if there is no such pad. The norm's mean and variance include the
     frames that the pad repeats. ``steps.frames`` includes them too.
@@ -293,7 +293,7 @@ def _without_upsampling(source: Source) -> Source | None:
 
 
 def _upsampling(source: Source) -> Source | None:
-    """Adds the upsampling whose result is ``source.x`` to ``source``, which describes a convolution's input.
+    """Adds an upsampling, whose result is ``source.x``, to the description of a convolution's input.
 
     Returns the new description, or None if one kernel cannot do the upsampling together with the rest.
     """

@@ -53,7 +53,7 @@ class _Part(NamedTuple):
         return self.weight is not None or self.layer
 
     def after(self, norm: _Part) -> _Part:
-        """Returns this rotary embedding, with the norm of ``norm`` before it."""
+        """Returns this part, a rotary embedding, with the norm of the part ``norm`` before the embedding."""
         return self._replace(weight=norm.weight, eps=norm.eps, bias=norm.bias, layer=norm.layer)
 
 
@@ -142,10 +142,11 @@ def _joined(r: Rewriter, n: Node) -> Node | None:
 
 
 def _overwritten(r: Rewriter, n: Node) -> Node | None:
-    """Replaces a write of tokens over a part of attention heads x by one kernel, ``steps.join_heads``.
+    """Replaces a write of some tokens into x, the heads of all tokens, by one kernel: ``steps.join_heads``.
 
-    The kernel computes the rotary embedding or norm of the written tokens, and joins them with the rest of x.
-    Nothing is replaced if x is in newly allocated memory: then the tokens can be written into x in place.
+    The kernel makes a new tensor of the written tokens and the other tokens of x. It also computes the norm
+    and rotary embedding of the written tokens; if they have neither, nothing is replaced. Nothing is replaced
+    either if x is in newly allocated memory: then the tokens can be written into x in place.
     """
     x, part, dim, start, _, step = arguments(n)
     if has(x, *UNFILLED, aten.full.default, aten.slice_scatter.default) or step != 1 or start < 0:
@@ -190,10 +191,10 @@ def _is_read_by_attention(n: Node, *through: Any) -> bool:
 
 
 def _part(r: Rewriter, n: Node) -> _Part:
-    """Returns the attention heads ``n`` as arguments of ``steps.rotate``.
+    """Returns a ``_Part`` that describes the attention heads ``n``.
 
-    If ``n`` is a view of a rotary embedding or norm, the arguments are for the same embedding or norm of the
-    same view of its input. Otherwise they are for neither.
+    If ``n`` is a view of a rotary embedding or norm, the part has the same view of its input, and applies the
+    embedding or norm to this view. Otherwise the part has ``n``, without embedding and norm.
     """
     source, views = _rows(n)
     if has(source, steps.rotate) and not any(has(v, steps.reshape) for v in views):

@@ -1,4 +1,4 @@
-"""Removes copies before sums, means and biases of elements that move between channels and positions.
+"""Removes copies that only move elements between channels and positions, before a sum, mean or bias.
 
 Pixel shuffles, and the code that cuts an image into patches, are views followed by a reshape that must copy.
 A sum or mean can read the views before that reshape instead. It then needs no copy, and it writes its result
@@ -89,7 +89,10 @@ def sum_of_views(r: Rewriter, n: Any) -> Node | None:
 
 
 def bias_before_views(r: Rewriter, n: Any) -> None:
-    """Lets a reshape that must copy also add a bias that comes before it, with only views between the two."""
+    """Lets a reshape that must copy also add the bias that the node ``n`` adds before it.
+
+    Only views may be between ``n`` and the reshape.
+    """
     views: list[Node] = []
     end: Any = n
     while is_only(end) and has(user(end), steps.reshape, steps.permute):
@@ -172,9 +175,9 @@ def _expanded(r: Rewriter, source: Moved, to: Sizes) -> Moved:
 
 
 def _part(r: Rewriter, source: Moved, dim: int, start: int, length: int) -> Moved | None:
-    """Cuts ``length`` elements of axis ``dim`` from ``start`` on out of ``source``.
+    """Cuts ``length`` elements of axis ``dim`` out of ``source``, beginning with element ``start``.
 
-    Axis ``dim`` joins axes of ``source.view``. None if no cuts of these axes give exactly the elements.
+    Axis ``dim`` joins axes of ``source.view``. None if cuts of these axes cannot give exactly these elements.
     """
     place, axes = len(_flat(source.axes[:dim])), list(source.axes[dim])
     view = source.view

@@ -2,7 +2,7 @@
 
 A node stands for the elements of a tensor, wherever they lie in memory. Therefore a copy of a tensor is the
 same value as the tensor, and several reshapes in a row are one reshape. ``node.meta`` has "shape", "dtype"
-and "device" if the value is a tensor. It is empty if the value is a tuple of tensors.
+and "device" if the value is a tensor. ``node.meta`` is empty if the value is a tuple of tensors.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class Rewriter:
         return self.reshape(self.permute(video, TO_FRAMES), (N * T, C, *image))
 
     def video(self, images: Node, N: int) -> Node:
-        """Makes a view of ``images`` as ``N`` videos (N, C, T, H, W), whose frames they are, in order."""
+        """Makes a view of ``images`` as ``N`` videos (N, C, T, H, W). The images are the frames in order."""
         count, *image = shape(images)
         return self.permute(self.reshape(images, (N, count // N, *image)), TO_FRAMES)
 

@@ -34,8 +34,8 @@ from sdfastgn.plans.run.aliases import VIEWS
 from sdfastgn.plans.run.schemas import arguments
 
 aten = torch.ops.aten
-# For each op that is an activation, the name by which kernels know it. GELU has a second name for its tanh
-# form, which the function ``activation`` returns.
+# For each op that is an activation, the name by which kernels know it. For GELU in its tanh form, the
+# function ``activation`` returns another name.
 ACTIVATIONS = {
     aten.silu.default: "silu",
     aten.relu.default: "relu",
@@ -107,9 +107,10 @@ def norm_over(n: Node, axis: int) -> Norm | None:
 
 
 def _affine(n: Any, axis: int) -> tuple[Any, Norm]:
-    """Separates what comes after a norm from the norm: its weight, bias and scale, and casts.
+    """Goes back from the node ``n`` over the weight, bias, scale and casts that follow a norm.
 
-    Returns (the value before these, a ``Norm`` with the weight, bias and scale).
+    Returns (the value before these, a ``Norm`` with the weight, bias and scale). The search does not check
+    whether that value is a norm.
     """
     weight = bias = None
     scale = 1.0

@@ -30,8 +30,8 @@ def packs(graph: fx.Graph) -> fx.Graph:
             groups.setdefault((x, bias is None, dtype(n)), []).append(n)
     r = Rewriter(graph)
     for (_, has_no_bias, _), products in groups.items():
-        # If an earlier group computed x, it has replaced x, and the x in the key of ``groups`` is gone. So x
-        # is read from a layer of the group.
+        # The key of ``groups`` may have a node that is gone: if x was a layer of an earlier group, a new node
+        # has replaced it. So x is taken from a layer of this group.
         x = products[0].args[0]
         weights = tuple(n.args[1] for n in products)
         # Only two or more layers with different weights are joined: one weight cannot lie in memory beside

@@ -106,7 +106,7 @@ def _check(n: fx.Node) -> None:
         raise Untraceable(f"the call writes with {n.target}")
 
 
-# The results of these ops depend on where elements lie in memory. Nodes of the graph do not say that.
+# The results of these ops depend on where elements lie in memory. Nodes of the graph do not say where.
 _STRIDED = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
 
 

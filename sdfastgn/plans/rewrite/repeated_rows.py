@@ -58,8 +58,8 @@ class _Each(NamedTuple):
     Attributes:
         rows: a tensor with each row once. Its first axes have the sizes ``once``. The remaining axes are the
             elements of a row.
-        sizes: the sizes of axes along which all rows of the tensor lie. If neighboring ones are joined, they
-            are all axes of the tensor but the last.
+        sizes: the sizes of the tensor's axes without the last one. An axis may be split into several axes:
+            then it has several sizes.
         once: like ``sizes``, but with 1 for each axis along which rows are repeated.
     """
 

@@ -210,9 +210,10 @@ def _is_pointwise(target: Any) -> bool:
 
 
 def _listed(place: int) -> Callable[[Node], Iterable[int]]:
-    """Makes a function that reads the axes along which an op works from its argument at index ``place``.
+    """Makes a function that returns the axes along which a node's op works, such as those of a sum.
 
-    If that argument names no axes, the function returns all axes.
+    The function reads the axes from the node's argument at index ``place``. If the argument names no axes, it
+    returns all of them.
     """
 
     def axes(n: Node) -> Iterable[int]:

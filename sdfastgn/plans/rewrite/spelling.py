@@ -357,7 +357,7 @@ def _bmm(r: Rewriter, n: Node, x: Node, w: Node) -> Node | None:
 
 
 def _product(r: Rewriter, n: Node, x: Node, w: Node, bias: Node | None = None) -> Node:
-    """Makes a call of ``steps.linear``. A reshape before it that keeps rows is moved behind it."""
+    """Makes a call of ``steps.linear``. A reshape of x that keeps its rows is moved behind the call."""
     x = _rows_of(x)
     y = r.new(steps.linear, (x, w, bias), (*shape(x)[:-1], shape(w)[0]), dtype(n))
     return r.reshape(y, shape(n))
@@ -438,7 +438,7 @@ def _stairs(mask: Node) -> list[tuple[int, int]] | None:
     last, n = shape(mask)[-2:], mask
     while has(n, steps.cast, steps.reshape, steps.expand, aten._to_copy.default) and shape(n)[-2:] == last:
         if dtype(n).is_floating_point != dtype(n.args[0]).is_floating_point:
-            return None  # a cast of -inf to bool gives True, so the mask would mean the opposite
+            return None  # -inf hides a key, but a cast of -inf to bool gives True, which shows the key
         n = n.args[0]
     if not has(n, aten.index_select.default) or n.args[1] != 0 or 0 in last:
         return None

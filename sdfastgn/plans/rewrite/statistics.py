@@ -32,7 +32,10 @@ def statistics(graph: fx.Graph) -> fx.Graph:
 
 
 def wants_statistics(x: Node) -> bool:
-    """True if a GroupNorm reads x, and is faster if the kernel that writes x computes statistics."""
+    """True if a GroupNorm reads x, and is faster if the kernel that writes x computes statistics.
+
+    Statistics are sums from which a norm gets mean and variance.
+    """
     return any(True for _ in _norms_of(x))
 
 

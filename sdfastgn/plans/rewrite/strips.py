@@ -5,7 +5,8 @@ the first it puts the last rows of the strip before, so that the windows of the 
 neighbors. Then it joins the results. In the same way it computes a GroupNorm for a quarter of the channels at
 a time. All these cuts and joins are copies, and were 46 % of the bytes that the decoder moved.
 
-In a plan one piece takes no more memory: the peak of a call fell from 3.00 to 2.45 GB (17 x 480 x 832).
+A plan needs no more memory for one piece than for strips: the peak of a call fell from 3.00 to 2.45 GB, for a
+video of 17 x 480 x 832.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from sdfastgn.plans.run import steps
 
 
 class _Made(NamedTuple):
-    """A tensor that has no node yet: the op ``target`` of ``sources``, which are nodes or of this type.
+    """The result of an op, a cat or pad, for which there is no node yet.
 
-    ``options``: the op's other arguments.
+    Attributes:
+        target: the op.
+        sources: the tensors that the op reads. Each one is a node or a ``_Made``.
+        options: the other arguments of the op.
     """
 
     target: Any
@@ -31,12 +35,14 @@ class _Made(NamedTuple):
 
 
 class _Strip(NamedTuple):
-    """Consecutive rows of a tensor, with zeros around them. A row is one index along the axis of the strips.
+    """Consecutive rows of a tensor, with zeros around them.
+
+    A row is all that has the same index along one axis: the axis along which the model cuts strips.
 
     Attributes:
         source: the tensor, a node or a ``_Made``.
         start, length: index of the first row in ``source``, and number of rows.
-        pads: numbers of zeros, as in ``steps.pad``, but 0 along the axis of the strips.
+        pads: numbers of zeros along the other axes, in the format of ``steps.pad``. Empty if there are none.
         before, after: numbers of rows of zeros before and after the strip.
     """
 
@@ -51,7 +57,7 @@ class _Strip(NamedTuple):
 def convolution_of_strips(r: Rewriter, n: Node, parts: Sequence[Any], dim: int) -> Node | None:
     """Replaces a cat of convolutions of neighboring strips by one convolution of all rows.
 
-    ``parts``: the nodes that the cat ``n`` joins along axis ``dim``. Returns None if they are anything else.
+    ``parts``: the nodes that the cat ``n`` joins along axis ``dim``. Returns None if ``n`` is no such cat.
     """
     first = parts[0]
     alike = all(has(p, steps.conv) and is_only(p) and p.args[1:] == first.args[1:] for p in parts)
@@ -83,14 +89,14 @@ def convolution_of_strips(r: Rewriter, n: Node, parts: Sequence[Any], dim: int) 
 def norm_of_channels(r: Rewriter, n: Node, parts: Sequence[Any], dim: int) -> Node | None:
     """Replaces a cat of GroupNorms of some channels each by one GroupNorm of all channels.
 
-    ``parts``: the nodes that the cat ``n`` joins along axis ``dim``. Returns None if they are anything else.
+    ``parts``: the nodes that the cat ``n`` joins along axis ``dim``. Returns None if ``n`` is no such cat.
     """
     if dim != 1 or not all(has(p, steps.group_norm) for p in parts):
         return None
     options = parts[0].args[4:]
     if any(p.args[4:] != options for p in parts):
         return None
-    if len({shape(p)[1] / p.args[1] for p in parts}) > 1:  # channels of a group
+    if len({shape(p)[1] / p.args[1] for p in parts}) > 1:  # the norms have groups of different sizes
         return None
     whole = [_whole(r, [p.args[i] for p in parts], axis) for i, axis in ((0, 1), (2, 0), (3, 0))]
     if any(each is None for each in whole):
@@ -109,7 +115,10 @@ def _whole(r: Rewriter, parts: Sequence[Any], dim: int) -> Node | None:
 
 
 def _padded_strip(x: Any, dim: int) -> _Strip:
-    """Returns x as a strip along axis ``dim``. If x is a tensor padded with zeros, the zeros are apart."""
+    """Returns x as a strip along axis ``dim``.
+
+    If x is a tensor padded with zeros, the strip has the rows of that tensor, and the numbers of zeros.
+    """
     if not has(x, steps.pad) or x.args[2:] != ("constant", 0):
         return _strip(x, dim)
     inner, pads, at = _strip(x.args[0], dim), list(x.args[1]), _index_of_pad(x, dim)
@@ -119,7 +128,10 @@ def _padded_strip(x: Any, dim: int) -> _Strip:
 
 
 def _strip(x: Any, dim: int) -> _Strip:
-    """Returns x as a strip along axis ``dim``. A tensor that was cut from no other is a strip of itself."""
+    """Returns x as rows, along axis ``dim``, of a tensor from which x was cut.
+
+    x may also be joined from several cuts of the tensor. Otherwise x is returned as all rows of itself.
+    """
     cut = _cut(x, dim)
     if cut is not None:
         source, start, length = cut
@@ -157,7 +169,7 @@ def _cut(x: Any, dim: int) -> tuple[Any, int, int] | None:
 
 
 def _joined(strips: Sequence[_Strip]) -> _Strip | None:
-    """Returns the strip that consecutive strips of one tensor are together. None for others."""
+    """Joins ``strips`` to one strip. Returns None if they are not consecutive rows of one tensor."""
     end = strips[0].start
     for strip in strips:
         if strip.source != strips[0].source or strip.start != end:
@@ -167,9 +179,10 @@ def _joined(strips: Sequence[_Strip]) -> _Strip | None:
 
 
 def _side_by_side(strips: Sequence[_Strip], x: Any, dim: int) -> _Strip | None:
-    """Returns the cat ``x``, along another axis, of the same rows of tensors, as rows of the tensors' cat.
+    """Returns x, which joins strips along another axis than ``dim``, as a strip.
 
-    ``strips``: the parts of ``x``. Returns None if they are other rows, or of tensors of different heights.
+    The strip is cut from a cat of the whole tensors. ``strips``: the parts that x joins. Returns None if they
+    are not the same rows of each tensor, or if the tensors have different numbers of rows.
     """
     if len({(s.start, s.length, _rows(s.source, dim)) for s in strips}) > 1:
         return None
@@ -177,14 +190,14 @@ def _side_by_side(strips: Sequence[_Strip], x: Any, dim: int) -> _Strip | None:
 
 
 def _rows(source: Any, dim: int) -> int:
-    """Returns the number of rows of ``source`` along axis ``dim``, which no ``_Made`` changes."""
+    """Returns the size of ``source`` along ``dim``. A ``_Made`` has the same size there as its sources."""
     while isinstance(source, _Made):
         source = source.sources[0]
     return shape(source)[dim]
 
 
 def _node(r: Rewriter, source: Any) -> Node:
-    """Returns a node for ``source``."""
+    """Returns ``source`` if it is a node. If it is a ``_Made``, makes a node that computes it."""
     if isinstance(source, Node):
         return source
     nodes = [_node(r, each) for each in source.sources]
@@ -199,5 +212,5 @@ def _node(r: Rewriter, source: Any) -> Node:
 
 
 def _index_of_pad(x: Any, dim: int) -> int:
-    """Returns the index, in the pads of ``steps.pad``, of the pad before the first row of axis ``dim``."""
+    """Returns the index of the pad before axis ``dim`` in the list of pads that ``steps.pad`` takes for x."""
     return 2 * (rank(x) - 1 - dim)

@@ -139,9 +139,9 @@ def activated_sum(r: Rewriter, n: Any) -> Node | None:
 
 
 def shifted_norm(r: Rewriter, n: Any) -> Node | None:
-    """Lets a norm add the bias, or the embedding with one number a channel, that is added to its input.
+    """Lets a norm add the bias, or an embedding of one number per channel, that is added to its input.
 
-    The norm adds it as its argument ``shift``.
+    The norm takes the bias or embedding as its argument ``shift``.
     """
     x, i = n.args[0], _SHIFT[n.target]
     args = [*n.args, *[None] * (i + 1 - len(n.args))]
@@ -158,7 +158,7 @@ def shifted_norm(r: Rewriter, n: Any) -> Node | None:
 def _embedded(r: Rewriter, x: Any) -> tuple[Any, Node] | None:
     """Returns (h, shift) if x is h plus a tensor with one number a channel. Else None.
 
-    If h is itself a sum with a bias, the shift includes the bias, and h is the value before it.
+    If a bias is added too, the shift is the tensor plus the bias, and h is the value without both.
     """
     for h, t in operands(x) if has(x, aten.add.Tensor) else ():
         if not is_column(t, x) or shape(h) != shape(x) or dtype(t) != dtype(h):

@@ -103,8 +103,8 @@ def _sums_in_place(graph: fx.Graph) -> dict[Node, tuple[Node, Any]]:
     a layer norm may read a + b.
 
     ``add_layer_norm`` writes a + b to a new tensor, and already adds the bias of the linear layer to it. In a
-    chain of sums every other one can be written in place. They are chosen so that the last sum is one of
-    them, because no norm follows it whose kernel could compute it.
+    chain of sums, every other sum can be written in place. The last sum is among them: no norm follows it,
+    so no kernel of a norm could compute it.
     """
     found: dict[Node, tuple[Node, Any]] = {}
     for total in reversed(graph.nodes):
