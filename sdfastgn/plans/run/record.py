@@ -205,7 +205,7 @@ def _run(graph: fx.Graph, operands: list[Tensor], recorder: _Recorder) -> list[A
 
 
 def _dropped(graph: fx.Graph) -> dict[Node, list[Node]]:
-    """For each node, lists the nodes whose values no later node reads."""
+    """For each node, lists the nodes whose values are not needed after it."""
     last = {n: n for n in graph.nodes}
     for n in graph.nodes:
         last.update(dict.fromkeys(n.all_input_nodes, n))
