@@ -291,10 +291,10 @@ def _rows_of_products(graph: fx.Graph, parameters: dict[Node, _Place]) -> list[l
 def _split_copies(
     graph: fx.Graph, parameters: dict[Node, _Place], copy_of: _CopyOf, inputs: Sequence[Node]
 ) -> list[tuple[list[Tensor], int]]:
-    """Replaces nodes that quantize a parameter by placeholders for a copy in E4M3 that already exists.
+    """Replaces nodes that quantize a parameter by placeholders for its copy in E4M3, which ``copy_of`` finds.
 
-    The placeholders stand before ``inputs``. Returns for each of them the list with the copy, and its index
-    there.
+    The placeholders stand before ``inputs``. Returns for each of them a list that ``copy_of`` has returned,
+    and the index of the item that is the placeholder's value.
     """
     found: list[tuple[list[Tensor], int]] = []
     after = inputs[0] if inputs else next(n for n in graph.nodes if n.op != "placeholder")
@@ -341,7 +341,7 @@ def _split_constants(
 
 
 def _constants(graph: fx.Graph, tables: list[Node]) -> list[Node]:
-    """Lists the constants of ``graph``, and those of ``tables`` from which they are computed."""
+    """Lists the constants of ``graph``, and the placeholders in ``tables`` from which they are computed."""
     found: dict[Node, None] = dict.fromkeys(tables)
     for n in graph.nodes:
         is_folded = (

@@ -239,8 +239,8 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.actions: list[Action] = []
         self.memories: list[Memory] = []
-        # The index of each known storage. Its key is a weak reference, because no other storage can get an
-        # equal one, and the storage can still be freed.
+        # The index of each known storage. Keys are weak references, so that storages can be freed. Addresses
+        # would be no good keys: a new storage may get the address of a freed one.
         self.found: dict[StorageWeakRef, int] = {}
         self.left: collections.Counter[str] = collections.Counter()
         self.failure: str | None = None

@@ -296,9 +296,9 @@ class _Writer:
         return self.known[place]
 
     def owner(self, place: Place) -> tuple[tuple[int, ...], Place]:
-        """Finds an operand, or operands side by side, in the memory of ``place``; of its dtype if possible.
+        """Finds an operand, or operands side by side, in the memory of ``place``.
 
-        Returns their indices and their place.
+        Prefers operands with the dtype of ``place``. Returns their indices and their place.
         """
         keys = place, (place.memory, place.dtype), place.memory
         return next(self.owners[key] for key in keys if key in self.owners)
