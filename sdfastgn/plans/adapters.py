@@ -36,10 +36,7 @@ R = TypeVar("R")
 
 
 class Unmerged(Exception):  # noqa: N818  # callers catch it, and run the model's own code
-    """The adapters of a layer cannot be merged any more, or its merged weight is in other memory.
-
-    The message says which of the two, and why.
-    """
+    """The merged weights of a model's adapters cannot be brought up to date. The message says why."""
 
 
 class Adapters:
@@ -71,7 +68,7 @@ class Adapters:
         self.layers = self.survey.stand_ins
 
     def scale(self, module: nn.Module, kwargs: dict[str, Any]) -> LoraScale:
-        """Finds the scale for all adapters among the arguments of a call, such as ``{"scale": 0.5}``.
+        """Finds the number in a call's arguments by which the scales of all adapters are multiplied.
 
         Raises Unsupported if the scale is no number.
         """

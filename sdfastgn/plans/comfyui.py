@@ -148,15 +148,14 @@ def _put_in(patcher: Any) -> None:
         former = _taken_out.pop(root, ())
         planning.install(root, True, TRUSTED, former=former)
         if any(planned.plans for planned in former):
-            # The former plans were traced with channels-last weights, so the weights become so again.
+            # These plans were traced with channels-last weights, so the weights are made channels-last again.
             channels_last.lay_out_weights(root)
 
 
 def _plan_layers(root: nn.Module) -> None:
-    """Gives plans to layers of the encoder and decoder of ``root``, if only single layers are called.
+    """If neither the encoder nor the decoder of ``root`` was called, gives plans to the layers in them.
 
-    ComfyUI's decode of CogVideoX never calls the decoder as a whole: it calls the decoder's layers with other
-    frames. After such a decode, the plans of encoder and decoder have not been used.
+    ComfyUI's decode of CogVideoX, for example, calls the decoder's layers, but never the decoder itself.
     """
     _, *halves = entrances(root)
     planned = [(half, each) for half in halves if (each := PlannedForward.of(half)) is not None]

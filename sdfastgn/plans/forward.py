@@ -83,8 +83,8 @@ _TRACES = 2
 # If the model changes again and again after fewer calls than this, it runs its own code for a while. A trace
 # takes as long as the Python code of 30 to 60 calls, and a plan saves only a part of that in each call.
 SHORT_LIFE = 16
-# The keys that an attention mask hides are counted when the same mask was looked up this number of times. For
-# a module with CUDA graphs it is one time more, because each of its calls looks the mask up twice.
+# How often the same attention mask must be looked up (``Masks.lengths``) until its keys are counted. A module
+# with CUDA graphs needs one look-up more, because each of its calls looks the mask up twice.
 _LOOKS = 2
 # Set while a call is captured as a CUDA graph: (the call's plan with all attention masks, the number of keys
 # that each mask shows). The capture runs on copies of the arguments, whose keys need not be counted again.
@@ -286,8 +286,8 @@ class PlannedForward(MethodEntry):
                     scale.end(self.module)
                     return result
         except (Unsupported, Untraceable):
-            # If hooks move the weights in each call, ``offloading`` frees the copies of weights in E4M3. Then
-            # the plans must let go of these copies too.
+            # If hooks move the weights in each call, ``RowWeights.offloading`` frees the weights' copies in
+            # E4M3. Then the plans must let go of these copies too.
             if self.weights is not None and self.weights.offloading():
                 self.moved()
             raise

@@ -29,9 +29,9 @@ class Guard:
 
     Args:
         module: the module. It is not kept alive.
-        states: knows which functions that the module calls were replaced by other code, and numbers each
-            combination that it has seen.
-        state: the number of the combination in which the guard is made.
+        states: knows which functions that the module calls were replaced by other code, and gives a number to
+            each combination of replaced functions.
+        state: the number of the present combination.
         device: the device of the call.
         trusted: names of packages whose code keeps state only in tensors and attributes. Packages that
             sdfastgn knows need not be named.

@@ -111,8 +111,8 @@ class Kind:
         has_plans: True if the model has plans now.
         is_transformer: True if most weights are in linear layers, and nearly all convolutions only cut an
             image or video into patches. The model must also take a timestep, or have norms without
-            parameters, as transformers have whose norms are modulated by an embedding. Models whose own code
-            may be captured as CUDA graphs, such as UNets, do not count.
+            parameters, as in transformers that modulate norms by an embedding. Models whose own code may be
+            captured as CUDA graphs, such as UNets, do not count.
         is_called_each_step: True if the model is a UNet or ControlNet of images. It is called in each
             denoising step, and its Python takes longer than the GPU. UNets of videos do not count, because
             they are slower as plans.
@@ -278,7 +278,7 @@ def fused_blocks_pay(modules: Iterable[nn.Module], blocks: Sequence[patcher.Find
 
 
 def trusted_in(modules: Iterable[nn.Module]) -> frozenset[str] | None:
-    """The packages of which the user has said that their code keeps no state, for the plans of ``modules``.
+    """Returns the packages that the user trusts for plans of ``modules``: their code keeps no state.
 
     None if none of the modules has plans.
     """
@@ -343,7 +343,7 @@ def install(
             continue
         planned.set_options(trusted, verifies, weights)
         if not in_graphs.isdisjoint(module.modules()):
-            planned.take_off()  # no plan of this module: it would not run CUDA graphs of inner modules
+            planned.take_off()  # a plan of this module would not run CUDA graphs of inner modules
     for module in entrances(root):
         planned = PlannedForward.of(module)
         method = method_of(module)
@@ -356,7 +356,7 @@ def install(
             made = kept or PlannedForward(module, trusted, own_entry, method, None, verifies, weights=weights)
             made.put(place)
         if PlannedForward.of(module) is not None and not takes_adapters(list(module.modules())):
-            stop_checking([module])  # no other check of the code: a ``PlannedForward`` makes one in each call
+            stop_checking([module])  # a ``PlannedForward`` looks for replaced functions itself
 
 
 def _set_planners(root: nn.Module, maker: Maker | None, kind: Kind, is_transformer: bool) -> set[nn.Module]:

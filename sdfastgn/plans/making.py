@@ -111,8 +111,8 @@ def make_plan(
 
     Args:
         traced: the result of a trace. Its graph is changed.
-        note: a function. Its arguments are the trace of the call, or of one slice of its samples, and the
-            rewritten graph. It must not keep the graph, because the plan changes the graph further.
+        note: is called with the rewritten graph, and with the trace from which it was made: of the call, or
+            of one slice of its samples. It must not keep the graph, because the plan changes the graph.
         copy_of: a function that finds the copy of a weight in E4M3 (``Plan``). None without E4M3.
         may_copy: returns True for a module whose weights may be read in E4M3.
     """

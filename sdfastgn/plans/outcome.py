@@ -224,7 +224,10 @@ def _items_of(part: Any) -> Iterable[Any]:
 
 
 def _given_in(part: Any) -> Iterator[int]:
-    """The indices of the arguments' tensors for which ``part``, of a recorded result, has a placeholder."""
+    """Finds which tensors of the arguments occur in ``part`` of a recorded result. Yields their indices.
+
+    In place of each such tensor, ``part`` has a placeholder ``_Given``.
+    """
     if type(part) is _Given:
         yield part.place
     for item in _items_of(part):
@@ -232,10 +235,10 @@ def _given_in(part: Any) -> Iterator[int]:
 
 
 def _returned(part: Any, is_inside: bool = False) -> Iterator[int]:
-    """The indices of the plan's tensors for which ``part``, a recorded result, has a placeholder.
+    """Finds which of the plan's tensors occur in ``part`` of a recorded result. Yields their indices.
 
-    Tensors in a dict inside of the result are left out, because such a dict is a cache for the model's next
-    call.
+    In place of each such tensor, ``part`` has a placeholder ``_Made``. Tensors in a dict inside of the result
+    are left out, because such a dict is a cache for the model's next call.
     """
     if type(part) is _Made:
         yield part.place

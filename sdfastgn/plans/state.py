@@ -33,8 +33,8 @@ _MOST_GROWTHS = 4
 # for later calls in them, so they never count as state.
 _OF_ALL = frozenset(vars(nn.Module()))
 
-# For the dotted path of each module in which calls keep tensors: the names and values of the attributes in
-# which they are.
+# For the dotted path of each module in which calls keep tensors: the names and values of those of its
+# attributes that count as state.
 Held = dict[str, dict[str, Any]]
 
 

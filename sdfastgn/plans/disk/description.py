@@ -53,7 +53,7 @@ class Description:
     def __init__(self) -> None:
         self._text: list[str] = []
         self._seen: dict[int, int] = {}
-        self._kept: list[Any] = []  # described objects stay alive, so that no new one can get the id of one
+        self._kept: list[Any] = []  # objects stay alive, so that no new one can get the id of an old one
         self._storages: dict[int, int] = {}
         self.classes: dict[type, None] = {}
         self.functions: list[types.FunctionType] = []
@@ -66,7 +66,7 @@ class Description:
         self._text += words
 
     def is_new(self, value: Any) -> bool:
-        """False if the object ``value`` was added before. Then its number from that time is added instead."""
+        """True if ``value`` was not added before. Otherwise adds the number of its first occurrence."""
         first = self._seen.setdefault(id(value), len(self._seen))
         if first < len(self._kept):
             self._text.append(f"again {first}")

@@ -29,7 +29,7 @@ from sdfastgn.plans.guard import Guard
 # Number of the format of files. It is part of each key, so files of another format are not read.
 _FORMAT = 1
 # If a file of the model's code belongs to another package than these, a key has the bytecode of all functions
-# in the file. For these packages, versions and the functions that the model's code names are enough.
+# in the file. For these packages, a key needs only the version, and what the model's code refers to by name.
 _BY_VERSION = sys.stdlib_module_names | {"torch", "triton", "numpy", "sdfastgn"}
 
 

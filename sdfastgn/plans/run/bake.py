@@ -173,7 +173,7 @@ class Baked:
         returned = [] if isinstance(recording, str) else enumerate(recording.results)
         for i, operand in returned:
             if isinstance(operand, int) and operand < len(operands.fixed):
-                # The caller gets a parameter itself, and not the view of it that was recorded.
+                # The call returns a parameter itself, so the caller must not get the recorded view of it.
                 results[i] = operands.fixed[operand]
         return results
 

@@ -291,10 +291,10 @@ def _rows_of_products(graph: fx.Graph, parameters: dict[Node, _Place]) -> list[l
 def _split_copies(
     graph: fx.Graph, parameters: dict[Node, _Place], copy_of: _CopyOf, inputs: Sequence[Node]
 ) -> list[tuple[list[Tensor], int]]:
-    """Replaces nodes that quantize a parameter by placeholders for a copy in E4M3 that already exists.
+    """Replaces nodes that quantize a parameter by placeholders for its copy in E4M3, which ``copy_of`` finds.
 
-    The placeholders stand before ``inputs``. Returns for each of them the list with the copy, and its index
-    there.
+    The placeholders stand before ``inputs``. Returns for each of them a list that ``copy_of`` has returned,
+    and the index of the item that is the placeholder's value.
     """
     found: list[tuple[list[Tensor], int]] = []
     after = inputs[0] if inputs else next(n for n in graph.nodes if n.op != "placeholder")
@@ -318,8 +318,8 @@ def _split_constants(
 ) -> tuple[Callable[..., list[Tensor]] | None, list[Node]]:
     """Replaces the constants in ``graph`` by placeholders, which stand before ``first_input``.
 
-    Returns the function that computes the constants, or None if there are none, and those of ``tables`` that
-    the function reads. ``tables``: placeholders of tensors on the CPU from which constants may be computed.
+    ``tables``: placeholders of tensors on the CPU from which constants may be computed. Returns the function
+    that computes the constants (None if there are none), and a list of the ``tables`` that it reads.
     """
     constants = _guarded(graph, _constants(graph, tables))
     own = fx.Graph()
@@ -341,7 +341,7 @@ def _split_constants(
 
 
 def _constants(graph: fx.Graph, tables: list[Node]) -> list[Node]:
-    """Lists the constants of ``graph``, and those of ``tables`` from which they are computed."""
+    """Lists the constants of ``graph``, and the placeholders in ``tables`` from which they are computed."""
     found: dict[Node, None] = dict.fromkeys(tables)
     for n in graph.nodes:
         is_folded = (
@@ -392,11 +392,11 @@ def _guarded(graph: fx.Graph, constants: list[Node]) -> list[Node]:
 
 
 def _exposed(n: Node, i: int, constants: set[Node], last: dict[Node, int]) -> list[Node]:
-    """Lists the arguments of ``n``, node ``i`` of its graph, that must be copied before ``n`` reads them.
+    """Lists the arguments that must be copied before ``n``, node ``i`` of its graph, reads them.
 
-    If ``n`` is the output, these are constants: callers may write over the results of a call. If ``n`` writes
-    over its first argument, it is this argument, but only if it lies in the memory of a constant, parameter
-    or argument of the call, or of a value that is read later.
+    If ``n`` is the output, these are the constants in it: callers may write over the results of a call. A
+    node that writes over its first argument needs a copy of it if the argument's memory must not change. This
+    is memory of a constant, of a parameter, of an argument of the call, or of a value that is read later.
 
     ``last``: for each node with memory, the index of its last reader.
     """

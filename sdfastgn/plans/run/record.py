@@ -205,7 +205,7 @@ def _run(graph: fx.Graph, operands: list[Tensor], recorder: _Recorder) -> list[A
 
 
 def _dropped(graph: fx.Graph) -> dict[Node, list[Node]]:
-    """For each node, lists the nodes whose values no later node reads."""
+    """For each node, lists the nodes whose values are not needed after it."""
     last = {n: n for n in graph.nodes}
     for n in graph.nodes:
         last.update(dict.fromkeys(n.all_input_nodes, n))
@@ -239,8 +239,8 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.actions: list[Action] = []
         self.memories: list[Memory] = []
-        # The index of each known storage. Its key is a weak reference, because no other storage can get an
-        # equal one, and the storage can still be freed.
+        # The index of each known storage. Keys are weak references, so that storages can be freed. Addresses
+        # would be no good keys: a new storage may get the address of a freed one.
         self.found: dict[StorageWeakRef, int] = {}
         self.left: collections.Counter[str] = collections.Counter()
         self.failure: str | None = None

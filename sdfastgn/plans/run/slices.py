@@ -45,7 +45,7 @@ class Slices(NamedTuple):
         return [t if axis is None else self._part(t, axis, i) for t, axis in pairs]
 
     def whole(self, shape: Sequence[int], axis: int | None) -> tuple[int, ...]:
-        """Returns the shape in the whole call of a tensor that has ``shape`` in one slice."""
+        """Returns the shape of a tensor in the whole call. ``shape`` is its shape in one slice."""
         return tuple(size * self.number if i == axis else size for i, size in enumerate(shape))
 
     def _part(self, t: Tensor, axis: int, i: int) -> Tensor:

@@ -27,9 +27,9 @@ from sdfastgn.plans.run.record import Action, Memory, Place, Recording, Unrecord
 # Alignment in bytes. Triton compiles one kernel for pointers that are divisible by 16, and another one for
 # other pointers.
 ALIGNMENT = 16
-# Where a global tensor of the generated function comes from: (the indices of one operand, or of several
-# operands that lie side by side; the place of these; the place of the tensor in the same memory, or None for
-# the operand itself). Operands are the tensors that the plan reads.
+# How a global tensor of the generated function is made from *operands*, the tensors that the plan reads. The
+# first item has the index of one operand, or the indices of several that lie side by side. The second item is
+# their place in memory. The third item is the place of the tensor, or None if it is the operand itself.
 _Source = tuple[tuple[int, ...], Place, Place | None]
 
 
@@ -40,9 +40,8 @@ class Code(NamedTuple):
         source: the Python source code.
         code: the compiled body.
         names: global names and their values, except for weights, constants and addresses.
-        tensors: for the global name of each weight or constant: (the index of an operand, or the indices of
-            operands that lie side by side; their place; the place of the tensor, or None for the operand
-            itself).
+        tensors: for the global name of each weight or constant, how it is made from the tensors that the
+            plan reads (``_Source``).
         addresses: for each global name of an address: the global name of the tensor that has this address.
         device: the GPU on which all tensors lie; None if they are on the CPU.
     """
@@ -126,8 +125,8 @@ class _Writer:
         self.tensors: dict[str, _Source] = {}
         self.addresses: dict[str, str] = {}
         self.known: dict[Any, str] = {}  # place, memory or object -> its name in the function
-        # Which operand lies where. Keys are of three kinds: a place, (memory, dtype), and a memory. The value
-        # is the first operand, or row of operands side by side, that lies there, and its place.
+        # Which operand is the first at a place, or in a memory with or without a certain dtype. The value has
+        # the index of the operand, or the indices of operands that lie side by side, and their place.
         self.owners: dict[Any, tuple[tuple[int, ...], Place]] = {}
         rows = [((i,), place) for i, place in enumerate(recording.operands)]
         for row, place in (*rows, *((row, place) for place, row in recording.rows.items())):
@@ -237,7 +236,7 @@ class _Writer:
     # ---- expressions
 
     def name(self, value: Any) -> str:
-        """Returns the global name of an object, which it gets if it has none."""
+        """Returns the global name of ``value``. An object without a name gets a new one."""
         key = ("object", id(value))
         if key not in self.known:
             self.known[key] = name = f"g{len(self.names)}"
@@ -297,9 +296,9 @@ class _Writer:
         return self.known[place]
 
     def owner(self, place: Place) -> tuple[tuple[int, ...], Place]:
-        """Finds an operand, or operands side by side, in the memory of ``place``; of its dtype if possible.
+        """Finds an operand, or operands side by side, in the memory of ``place``.
 
-        Returns their indices and their place.
+        Prefers operands with the dtype of ``place``. Returns their indices and their place.
         """
         keys = place, (place.memory, place.dtype), place.memory
         return next(self.owners[key] for key in keys if key in self.owners)

@@ -65,10 +65,10 @@ def filled(made: fx.Node, fills: Sequence[Fill]) -> tuple[Tensor, Tensor | None]
 
 
 def _different_rows(shape: Sequence[int], fills: Sequence[Fill]) -> tuple[list[Fill], list[int]] | None:
-    """Finds rows of a tensor that get the same writes, so that one row can stand for all of them.
+    """Finds rows of a tensor that get the same writes. Keeps only one of the rows that become equal.
 
-    Returns (the writes into the rows that are left, and for each row of the tensor the index of the row that
-    stands for it). None if more than half of the rows are left, or if some of ``fills`` write into several.
+    Returns the writes into the kept rows, and for each row of the tensor the index of the equal kept row.
+    None if more than half of the rows would be kept, or if one write goes into several rows.
     """
     of_row: dict[int, list[Fill]] = {}
     for fill in fills:

@@ -39,7 +39,7 @@ _VALUES = {
 }
 # Objects of these types are not searched for attributes that a call may change.
 _STATELESS = (Tensor, nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
-# To this depth, containers in containers, and attributes of objects in attributes, are compared.
+# Containers in containers, and attributes of objects in attributes, are compared down to this many levels.
 _DEPTH = 3
 
 

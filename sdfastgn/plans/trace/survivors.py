@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 _Cache = type(functools.cache(lambda: None))
-# To find a name for what keeps a tensor, objects that refer to it, and objects that refer to these, are
-# searched to this depth.
+# Maximum number of steps from a tensor to an object with a name that keeps it alive. One step goes from an
+# object to the objects that refer to it.
 _DEPTH = 6
 
 

@@ -12,8 +12,8 @@ class Untraceable(Exception):  # noqa: N818  # callers catch it, and run the mod
     """Raised if a call cannot be traced. The message says why. Reports print it after "no plan: ".
 
     Attributes:
-        kept: if the call keeps tensors in attributes of modules, and changes no other objects: for each
-            module, the names of all attributes that the call changes. Otherwise empty.
+        kept: for each module, the names of all attributes that the call changes. Empty if the call keeps no
+            tensors in these attributes, or if it also changes other objects than modules.
         sets_attributes: True if the only reason is that the call sets attributes of the model, or of objects
             in it.
     """

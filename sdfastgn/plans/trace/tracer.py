@@ -65,7 +65,7 @@ def trace(
             traced = tracer.traced(call, args, kwargs)
         except Exception as error:
             reasons.append(reason_of(error))
-        except BaseException as error:  # such as KeyboardInterrupt: raised when the model is restored
+        except BaseException as error:  # such as KeyboardInterrupt: it is raised again below
             interrupt = error
         sets_attributes = not reasons
         reasons += state.restore()
@@ -661,7 +661,7 @@ def _random(tracer: Tracer, op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_certain(op: Any, x: TracedTensor, out: TracedTensor, args: Any, kwargs: Any) -> bool:
-    """True if it does not depend on the strides of ``x`` whether ``out`` is a view or a copy of it."""
+    """True if, whatever strides ``x`` has, ``out`` is always a view of ``x``, or always a copy."""
     if op in _CONVERSIONS:
         formats = {a for a in (*args, *kwargs.values()) if isinstance(a, torch.memory_format)}
         return not formats - {torch.preserve_format} or (out.dtype, out.device) != (x.dtype, x.device)

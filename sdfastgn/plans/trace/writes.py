@@ -117,9 +117,9 @@ def _expanded(step: Step, before: fx.Node, m: Metadata, v: fx.Node) -> tuple[Any
 
 
 def _again(op: Any) -> _Inverse:
-    """Makes a function that computes a tensor from a new value of its view, by the same view op.
+    """Makes a function that computes a tensor from a new value of its view, by calling ``op`` on the view.
 
-    That is right for ops that undo themselves, such as ``transpose``.
+    ``op`` undoes the op that makes the view. ``transpose``, for example, undoes itself.
     """
     return lambda step, before, m, v: (op, (v, *step.args))
 
