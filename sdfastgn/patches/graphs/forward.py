@@ -159,9 +159,9 @@ class GraphedForward(MethodEntry):
     Args:
         module: the module.
         mode: ``"auto"``: the second call of a kind is captured. If the model is offloaded as a whole, the
-            seventh after each move to the GPU is captured instead. True: the first call of a kind is
-            captured. False: all calls run eagerly. ``"training"``: like ``"auto"``, but calls with gradients
-            become graphs too. Calls are of one kind if one graph serves them all.
+            seventh call of a kind after each move to the GPU is captured instead. True: the first call of a
+            kind is captured. False: all calls run eagerly. ``"training"``: like ``"auto"``, but calls with
+            gradients become graphs too. Calls are of one kind if one graph serves them all.
         backend: the object that captures and replays. None: the backend of the device of the arguments.
             Tests pass a backend for the CPU.
         replaces_entry: True if the module's ``__dict__`` already had an entry with the replaced method.
@@ -540,9 +540,9 @@ class GraphedForward(MethodEntry):
     def _check_plan(self, module: nn.Module, args: Any, kwargs: Any, as_stock: bool) -> None:
         """Raise Unsupported if the call runs as a plan, and the plan is not captured as a CUDA graph now.
 
-        A plan is a rewritten trace of the module's code. With ``cuda_graphs=True`` this method does nothing,
-        because a later step decides. The caller calls it before it compares the model and its adapters with
-        their earlier state: the plan makes these comparisons itself.
+        A plan is a rewritten trace of the module's code. With ``cuda_graphs=True`` this method does nothing:
+        ``_replay_or_capture`` makes this check then. The caller calls this method before it compares the
+        model and its adapters with their earlier state, because the plan makes these comparisons itself.
         """
         if self._needs_plan and self.mode is not True:
             self._runner(module, as_stock).check_capturable(args, kwargs, saves_time=True)
