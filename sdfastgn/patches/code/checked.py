@@ -40,8 +40,8 @@ class Checked(InstanceEntry):
 
     def __init__(self, module: nn.Module, compares: bool = True) -> None:
         super().__init__(module)
-        # ``_call_impl`` is read now and not at each call, because torch.compile, when it traces a call,
-        # cannot read it from a class that diffusers has marked with ``allow_in_graph``.
+        # While torch.compile traces a call, it cannot read a method of a class that diffusers has marked with
+        # ``allow_in_graph``. So ``_call_impl`` is read here, before any call.
         self._call = type(module)._call_impl
         self._states = States(module) if compares else None
 
@@ -70,7 +70,7 @@ def check_calls(root: nn.Module, compared: Collection[nn.Module] = ()) -> None:
     decoder. Modules without fused parts are left as they are, except for a ``root`` that may get adapters. A
     second call of this function changes nothing.
 
-    ``compared``: modules whose calls already look for replaced functions, also for the modules in them.
+    ``compared``: modules whose calls already look for replaced functions, including those of inner modules.
     """
     for module in () if root in compared else entrances(root):
         if call_entry(module) is not None or module in compared:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from sdfastgn.patches.code.reach import MISSING, Entry, function_in, package_of
 
 # Packages that replace functions of each other, and of themselves, without changing what these compute.
-# For instance, torch._dynamo wraps functions that it has compiled, and accelerate those that make parameters.
+# For instance, torch._dynamo wraps functions that it has compiled, and accelerate wraps ``torch.empty``.
 OWN = sys.stdlib_module_names | {
     "torch",
     "diffusers",
@@ -29,9 +29,10 @@ OWN = sys.stdlib_module_names | {
     "comfy",
     "sdfastgn",
 }
-# Classes of functions that were written in C. Such a function may not have the name of its Python module.
+# Classes of functions that were written in C. Some of these functions do not name their Python module.
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-# Fused forwards call these functions by name, as diffusers' own forwards do. So they also call a replacement.
+# Fused forwards call these functions by name, as diffusers' own forwards do: if one is replaced, its
+# replacement runs.
 _CALLED_BY_FUSED = ((vars(F), "scaled_dot_product_attention"),)
 
 

@@ -211,7 +211,7 @@ class CodeState:
 
 
 def _named_by(function: types.FunctionType) -> Iterator[types.FunctionType]:
-    """The functions that the code of ``function`` names, as globals or as attributes of Python modules."""
+    """The functions that ``function`` reads from globals, or from attributes of Python modules."""
     for first, *rest in names_in(function.__code__).chains:
         value = function.__globals__.get(first)
         for name in rest if isinstance(value, types.ModuleType) else ():
@@ -237,7 +237,7 @@ def _written(code: types.CodeType, outside: frozenset[str]) -> Iterator[str]:
 
 
 def _is_changing(module: str, name: Any) -> bool:
-    """True if ``name`` of the Python module ``module`` may return something else at each call."""
+    """True if the function ``name`` of the Python module ``module`` may have another result at each call."""
     if (module, name) in (("os", "path"), ("threading", "current_thread")):
         return False
     is_random = module.startswith("numpy.random") or (module == "numpy" and name == "random")

@@ -23,7 +23,7 @@ from sdfastgn.patches.code.replaced import ignored, is_counter, replaced_in
 # extension replaces a function of the attention and puts it back within each image.
 MAX_STATES = 4
 
-# True inside of a module's call at whose beginning the functions that it runs were checked for replacements.
+# True inside of a module's call that began with a check for replaced functions.
 _is_checked: ContextVar[bool] = ContextVar("sdfastgn_is_checked", default=False)
 # Module -> weak reference to the states in which the code of its calls was seen. A strong reference could
 # keep the module alive, because the states may refer to it.
@@ -119,7 +119,7 @@ class States:
                 self._states[index].see(root)
 
     def replaced(self, index: int) -> list[str]:
-        """Names of functions that are replaced in the state ``index``, and not called by fused forwards."""
+        """Names of functions replaced in the state ``index``, if fused forwards ignore the replacements."""
         return self._states[index].replaced if index < len(self._states) else ["other code"]
 
     def entries(self, index: int) -> list[Entry]:
@@ -158,7 +158,7 @@ class States:
 
 @contextmanager
 def running(as_stock: bool) -> Iterator[None]:
-    """A context for a module's call at whose beginning its functions were checked for replacements.
+    """A context for the rest of a module's call that began with a check for replaced functions.
 
     ``as_stock``: True if the call must run without fused blocks, which would ignore replaced functions.
     """

@@ -170,8 +170,8 @@ def capture_call(
         watch_of_now: returns a ``Watch``: a record of the present state of the module, which later tells
             whether the module has changed. ``watch_of_now`` is called before a warm-up, and just before the
             capture.
-        is_warm: True if this thread has made such a call before, so that kernels are compiled and cuDNN has
-            chosen its algorithms. If False, ``kind.warm_up`` does this before the capture.
+        is_warm: True if this thread has already run a call that the same graph could serve. Then kernels are
+            compiled and cuDNN has chosen its algorithms. If False, ``kind.warm_up`` does this first.
         scratch: attributes of the module that each call sets before it reads them, and that hold no tensors
             after a call.
 
@@ -356,7 +356,7 @@ class CudaBackend:
     def rehearse(self, fn: Callable[[], Any]) -> None:
         def call() -> None:
             fn()
-            # While other threads compile kernels, ``load_algorithms`` loads code of matrix products.
+            # The driver loads the code for matrix products while other threads compile kernels.
             load_algorithms()
 
         with torch.cuda.device(self._device), chosen_after():

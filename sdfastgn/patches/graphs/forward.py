@@ -7,7 +7,7 @@ A call takes these steps, each in its own file:
    new scales of adapters, new values of numbers that are graph inputs (``factors.py``) and new FP8 weights
    are written into memory, and the graph is started. While the GPU runs it, ``watch.py`` compares the model
    with its state at the capture. If the model has changed, the result is discarded and the graphs are
-   dropped. ``code/states.py`` finds out whether other code has replaced functions that the call runs. Then
+   dropped. ``code/states.py`` finds out whether other code has replaced functions that the call runs. If so,
    the result is discarded, and another ``GraphedForward`` runs the call: there is one for the original
    functions, and one for each set of replaced functions. If fused blocks would ignore a replaced function,
    the call runs as a *plan*: the model's own code, traced once and rewritten to sdfastgn's kernels. A
@@ -159,9 +159,9 @@ class GraphedForward(MethodEntry):
     Args:
         module: the module.
         mode: ``"auto"``: the second call of a kind is captured. If the model is offloaded as a whole, the
-            seventh after each move to the GPU is captured instead. True: the first call of a kind is
-            captured. False: all calls run eagerly. ``"training"``: like ``"auto"``, but calls with gradients
-            become graphs too. Calls are of one kind if one graph serves them all.
+            seventh call of a kind after each move to the GPU is captured instead. True: the first call of a
+            kind is captured. False: all calls run eagerly. ``"training"``: like ``"auto"``, but calls with
+            gradients become graphs too. Calls are of one kind if one graph serves them all.
         backend: the object that captures and replays. None: the backend of the device of the arguments.
             Tests pass a backend for the CPU.
         replaces_entry: True if the module's ``__dict__`` already had an entry with the replaced method.
@@ -199,8 +199,8 @@ class GraphedForward(MethodEntry):
         planner: Planner | None = None,
     ) -> None:
         super().__init__(module, method, replaces_entry)
-        # The method is read from the class now and not at each call, because torch.compile, when it traces a
-        # call, cannot read it from a class that diffusers has marked with ``allow_in_graph``.
+        # While torch.compile traces a call, it cannot read a method of a class that diffusers has marked with
+        # ``allow_in_graph``. So the method is read here, before any call.
         self._compiled = getattr(type(module), method)
         self.scratch = scratch
         self._backend = backend
@@ -221,7 +221,7 @@ class GraphedForward(MethodEntry):
         self.mode: str | bool = False
         self.training: _TrainingForward | None = None
         self.set_mode(mode)
-        # If ``states`` is given, another ``GraphedForward`` calls this one, and only the other is registered.
+        # If ``states`` is given, another ``GraphedForward`` calls this one. ``all_of`` finds only the caller.
         if states is None:
             self.register()
 
@@ -318,7 +318,7 @@ class GraphedForward(MethodEntry):
         try:
             try:
                 return self._by_graph(module, args, kwargs, as_stock)
-            except _Outdated:  # the model has changed: the call starts again, but only once
+            except _Outdated:  # the model has changed: a second attempt, then the call runs eagerly
                 return self._by_graph(module, args, kwargs, as_stock)
         except _Outdated:
             reason = "another thread changes it"
@@ -327,7 +327,7 @@ class GraphedForward(MethodEntry):
         except torch.OutOfMemoryError:
             reason = NO_MEMORY
             _free_memory()
-            # For a while no call is captured, even if there were no graphs whose memory could be freed.
+            # Memory is short, so no call is captured for a while, even if there were no graphs to drop.
             self._policy.pause_without_memory()
         count_reason(self.eager, reason)
         self._check_code(as_stock)
@@ -509,8 +509,8 @@ class GraphedForward(MethodEntry):
         if len(store) and key not in store:
             self._check_plan(module, args, kwargs, as_stock)
         if backend is not store.backend:
-            # ``clear`` takes and releases the lock of the old backend before the new backend's lock is taken.
-            # A thread that held both could deadlock with a thread whose model moves in the other direction.
+            # If the model has moved, ``clear`` releases the old device's lock before the new lock is taken: a
+            # thread with both locks could deadlock with a thread whose model moves in the other direction.
             self.clear()
             store.backend = backend
         with backend.lock:
@@ -540,9 +540,9 @@ class GraphedForward(MethodEntry):
     def _check_plan(self, module: nn.Module, args: Any, kwargs: Any, as_stock: bool) -> None:
         """Raise Unsupported if the call runs as a plan, and the plan is not captured as a CUDA graph now.
 
-        A plan is a rewritten trace of the module's code. With ``cuda_graphs=True`` this method does nothing,
-        because a later step decides. The caller calls it before it compares the model and its adapters with
-        their earlier state: the plan makes these comparisons itself.
+        A plan is a rewritten trace of the module's code. With ``cuda_graphs=True`` this method does nothing:
+        ``_replay_or_capture`` makes this check then. The caller calls this method before it compares the
+        model and its adapters with their earlier state, because the plan makes these comparisons itself.
         """
         if self._needs_plan and self.mode is not True:
             self._runner(module, as_stock).check_capturable(args, kwargs, saves_time=True)
@@ -711,7 +711,7 @@ class GraphedForward(MethodEntry):
             watch = self._store.watch or self._new_watch(current)
             if watch.reason is None:
                 # ``watch`` is kept for the capture, unless layers have merged weights of adapters. A Watch
-                # does not record the state of such layers, and other layers may have some at the capture.
+                # does not record these layers, and at the capture other layers may have merged weights.
                 self._rehearsed = None if current.survey.layers else watch
                 with undrawn(call.device, run):
                     backend.rehearse(run)

@@ -140,8 +140,8 @@ _FACTORS: dict[str, dict[str, Number]] = {
 _SWITCHES = {"diffusers.models.attention.GatedSelfAttentionDense": ("enabled",)}
 # Name of a submodule of GLIGEN's models. Only a model that has it can have attributes that pipelines switch.
 _WITH_SWITCHES = "position_net"
-# The Python module of diffusers with the decorator that gives a ``forward`` the argument for the scale of all
-# LoRAs (``lora_scale.py``), and the variable of the decorator that holds the argument's name.
+# The Python module of diffusers with a decorator for ``forward`` that applies the scale of all LoRAs
+# (``lora_scale.py``). The decorator's variable _SCALES_BY has the name of the argument with this scale.
 _SCALES = "diffusers.utils.peft_utils"
 _SCALES_BY = "kwargs_name"
 # Full name of a class -> the name of the argument with the scale of all LoRAs. This is for older releases of

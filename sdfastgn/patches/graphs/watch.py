@@ -200,7 +200,7 @@ class Watch:
         for walked in (self._seen, self._objects, self._keys, self._lora_scales, self._merged, self._apart):
             walked.clear()  # all objects of the model were visited, so the lists for the visit can be freed
         self._root_values = _own_values(root, self._unwatched_in_root)
-        if self.reason is not None:  # a tensor that forbids a capture may have no address, so none is read
+        if self.reason is not None:  # the reason may be a tensor without an address: compare no tensors
             for tensors in (self._memory, self._numbers, self._writes):
                 tensors.clear()
         for comparison in self._comparisons:
@@ -480,8 +480,9 @@ def _has_slots(kind: type) -> bool:
 
 
 def _own_values(root: nn.Module, skipped: frozenset[str]) -> list[Any]:
-    # The attributes are read at each call. If a Watch kept the root's ``__dict__``, both would form a
-    # reference cycle, and a deleted model would stay in memory until the next garbage collection.
+    # Each call of the model makes a new list. If a Watch kept the root's ``__dict__`` instead, the Watch and
+    # the dict would form a reference cycle, and a deleted model would stay in memory until the next garbage
+    # collection.
     return [
         part
         for name, value in vars(root).items()

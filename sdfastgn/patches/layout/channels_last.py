@@ -222,8 +222,8 @@ def _new_format(module: nn.Module) -> torch.memory_format | None:
         or not weight.is_floating_point()
         or 0 in weight.stride()
     ):
-        # A weight with another number of axes or an integer dtype is quantized. A stride of 0 means that the
-        # weight is expanded.
+        # A convolution's weight with an unusual number of axes or an integer dtype is quantized. A weight
+        # with a stride of 0 is expanded.
         return None
     return None if weight.is_contiguous(memory_format=memory_format) else memory_format
 
@@ -252,7 +252,7 @@ def restore(module: nn.Module) -> None:
     remove_hooks(module, enter, leave)
     stop_following(module, _Apply)
     # ``apply`` has also replaced the methods that copy ``module``. They are put back even if nothing else is
-    # left to undo, because Ctrl-C may have stopped an earlier call just before this line.
+    # left to undo, because Ctrl-C may have stopped an earlier ``restore`` before it put them back.
     unguard(module)
     _unconvert(module)
 
@@ -286,9 +286,9 @@ def _lay_out(weight: Tensor, stride: tuple[int, ...]) -> None:
     """Give a dense ``weight`` the strides ``stride``.
 
     The weight stays at its address unless it shares its memory with another tensor. So CUDA graphs, which
-    read this address, stay usable although in ComfyUI the weights get their former strides after each run,
-    and are converted again before the next run. At every moment the weight has the right values, so Ctrl-C
-    cannot spoil it.
+    read this address, stay usable in ComfyUI. There the weights get their former strides after each run, and
+    are converted again before the next run. At every moment the weight has the right values, so Ctrl-C cannot
+    spoil it.
     """
     in_place = is_alone(weight)
     # PyTorch allows writes into an inference tensor only in inference mode. Inference mode must be off for

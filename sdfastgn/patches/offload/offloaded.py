@@ -113,8 +113,8 @@ def moving(root: nn.Module, fn: Callable[[Tensor], Tensor]) -> Iterator[Callable
 def _note_returns(root: nn.Module, returned: dict[int, nn.Parameter]) -> None:
     """Record that the large weights ``returned`` came back to main memory.
 
-    Then free the main memory that is kept for ``root``, unless ``root`` is offloaded, no weight came back,
-    and a weight with kept memory is still on the GPU.
+    Then free the main memory that is kept for ``root``. It stays only if ``root`` is offloaded, no weight
+    came back, and a weight with kept memory is still on the GPU.
     """
     if returned:
         _returned[root] = {key: StorageWeakRef(each.untyped_storage()) for key, each in returned.items()}

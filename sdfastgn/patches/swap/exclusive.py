@@ -158,7 +158,7 @@ def _wait_for_others(call: str, change: _Change) -> None:
                 f"sdfastgn.{call}: thread {names.get(thread, thread)!r} has been running "
                 f"{type(module).__name__} for {_MAX_WAIT:g} s. Nothing was changed; try again when it is done"
             )
-        # ``done`` is set only at the end of the change, so waiting for it here is a sleep.
+        # This only pauses the loop: ``done`` is not set before the end of the change.
         change.done.wait(_LOOK_EVERY)
 
 
