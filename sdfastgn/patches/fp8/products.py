@@ -103,8 +103,8 @@ class Products:
         # hooks rules out CUDA graphs.
         if self.offloading():
             return None
-        # A matrix product that did not run in some of the model's first calls has not recorded enough inputs
-        # yet. So the model runs without CUDA graphs for more calls, but for at most as many calls again.
+        # The model's first ``CALLS`` calls run without CUDA graphs. A matrix product that did not run in some
+        # of them has not recorded enough inputs yet. Then up to ``CALLS`` more calls run without CUDA graphs.
         calls = fp8_product.CALLS
         if calls <= self.calls < 2 * calls and not any(p.is_learning for p in self.products):
             self.calls = 2 * calls
