@@ -104,7 +104,7 @@ class Record:
         Returns False if the layer cannot hold them, for instance because it has no bias but needs one.
         """
         own, fresh = list(self.layer.parameters()), list(_stand_in(source).parameters())
-        if len(own) != len(fresh):  # one has a bias and the other has none
+        if len(own) != len(fresh):  # only one of the two layers has a bias
             return False
         for parameter, new in zip(own, fresh, strict=True):
             parameter.data = new.data
