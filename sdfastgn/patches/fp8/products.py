@@ -79,7 +79,7 @@ class Products:
             self.quantizers = torch.zeros(len(products), NUMBERS, dtype=torch.float32, device=device)
             for i, product in enumerate(products):
                 product.begin(self, self.quantizers[i])
-                product.touch()  # an existing copy of its weights may be outdated
+                product.touch()  # the product's copy of weights may be outdated
 
     def offloading(self) -> str:
         """The name of what moves the weights in each call, such as group offloading; empty if nothing does.
@@ -123,7 +123,7 @@ class Products:
         ``is_replaced``: True if CUDA graphs captured before this must not run again.
         """
         self._versions = []
-        self._weights = self._compared = None  # the weights in these cached lists may be others now
+        self._weights = self._compared = None  # these lists of weights may be outdated
         if is_replaced:
             self.replaced += 1
 
