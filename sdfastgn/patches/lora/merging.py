@@ -277,7 +277,7 @@ def merged_layer(layer: nn.Module) -> Any:
         return None
     if record is None:
         return None
-    record.wait()  # the next write, perhaps in another stream, then waits for the current stream
+    record.wait()  # the next write of merged weights then waits for the current stream
     return record.layer
 
 
