@@ -44,7 +44,7 @@ class FusedGroupNorm(nn.GroupNorm):
         if dispatch.is_stock_code() or not (input.is_cpu and is_channels_last_to_pytorch(input)):
             return nn.GroupNorm.forward(self, input)
         operands = input, self.num_groups, self.weight, self.bias, self.eps
-        # ``found`` has the result of PyTorch's channels-last kernel. ``found`` is None if this result would be
+        # ``found`` has the result of PyTorch's channels-last kernel. It is None if this result would be
         # inaccurate for this input, if the kernel's backward would crash, and in traces.
         found = channels_last_group_norm(*operands)
         return reference_group_norm(*operands) if found is None else found[0]
