@@ -90,7 +90,7 @@ class Held:
 
     Args:
         x: the feature map, (1, C, H, W).
-        strip_bytes: number of bytes that a strip may take. A later layer divides this number by its
+        strip_bytes: number of bytes that a strip should take. A later layer divides this number by its
             ``row_bytes`` to get the number of rows in a strip.
         moments: mean and variance of each channel of x, (2, C); None if they are not known.
     """

@@ -82,7 +82,7 @@ def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
 
 
 def take_statistics(x: Tensor) -> Tensor | None:
-    """Returns the statistics of x that ``store_statistics`` has stored, and removes them from the table.
+    """Returns the statistics of x that ``store_statistics`` has stored, and forgets them.
 
     None if they are missing or outdated.
     """

@@ -105,7 +105,7 @@ class Record:
         Returns False if the layer cannot hold them, for instance because it has no bias but needs one.
         """
         own, fresh = list(self.layer.parameters()), list(_stand_in(source).parameters())
-        if len(own) != len(fresh):  # only one of the two layers has a bias
+        if len(own) != len(fresh):  # ``self.layer`` has a bias but needs none, or needs one but has none
             return False
         for parameter, new in zip(own, fresh, strict=True):
             parameter.data = new.data
