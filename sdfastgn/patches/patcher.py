@@ -91,7 +91,9 @@ def parts_ever_of(obj: Any) -> list[tuple[str, Any]]:
 
 
 def inspect(component: Any, prefix: str = "") -> list[Finding]:
-    """Returns what each fusion can do with ``component`` and the modules in it. Changes nothing.
+    """Finds which fusions were or can be applied to ``component`` and the modules in it. Changes nothing.
+
+    Returns a ``Finding`` for each fusion and each module for which the fusion is meant.
 
     ``component``: a model, or an object of a pipeline that is no module. ``prefix``: its path.
     """
@@ -104,13 +106,16 @@ def inspect(component: Any, prefix: str = "") -> list[Finding]:
 def inspect_model(
     named: list[tuple[str, nn.Module]], asked: Collection[str] = (), left_out: Collection[str] | None = None
 ) -> list[Finding]:
-    """Returns what each fusion can do with the modules of a model. Changes nothing.
+    """Finds which fusions were or can be applied to the modules of a model. Changes nothing.
+
+    Returns a ``Finding`` for each fusion and each module for which the fusion is meant.
 
     Args:
         named: (path, module) for all modules of the model; the first module is the model itself.
         asked: names of fusions to consider although they are off by default. Fusions that earlier calls of
             ``ask`` named, or that are already applied in the model, are considered anyway.
-        left_out: names of fusions that are not considered; None: the names in the last ``leave_out``.
+        left_out: names of fusions that are not considered. None: those that the last call of ``leave_out``
+            for this model named.
     """
     component = named[0][1]
     modules = [module for _, module in named]
@@ -203,7 +208,7 @@ def apply(component: Any, findings: list[Finding], pipeline: Any = None, *, lays
             channels_last.apply(component)
         return
     for finding in findings:
-        with contextlib.suppress(TypeError):  # objects of some classes have no weak references
+        with contextlib.suppress(TypeError):  # some objects cannot be weakly referenced
             _found_at[component] = finding.path, weakref.ref(pipeline)
 
 
@@ -296,7 +301,7 @@ def undo(component: Any, prefix: str = "") -> list[tuple[str, Any]]:
         return [(prefix, component)] if over else []
     _left_out.pop(component, None)
     _asked.pop(component, None)
-    modules = list(component.modules())  # no ``fusion.undo`` adds or removes a module
+    modules = list(component.modules())  # undoing a fusion adds or removes no module
     for fusion in reversed(_in_order(component)):
         for module in modules:
             if fusion.is_applied(module):

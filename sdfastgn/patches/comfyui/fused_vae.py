@@ -29,7 +29,7 @@ from sdfastgn.patches.comfyui.staying import staying
 _on_gpu: ContextVar[FusedVAE | None] = ContextVar("_on_gpu", default=None)
 # Decoded pixels are scaled and clamped on the GPU, and not on the CPU, if two copies of them in fp32 take at
 # most this fraction of the memory that ComfyUI frees for the decode. The decode then needs no more memory
-# than ComfyUI's own: when the copies are made, the autoencoder has given back the memory of its layers.
+# than ComfyUI's decode: when the copies are made, the autoencoder has given back the memory of its layers.
 _FRACTION = 1 / 8
 # Decoded pixels are scaled on the GPU only if these are the types of ``VAE.device`` and
 # ``VAE.output_device``.
@@ -52,7 +52,7 @@ class FusedVAE(comfy.sd.VAE):
     def output_device(self) -> torch.device:
         """The device to which ComfyUI's ``decode`` moves the pixels.
 
-        While ``decode`` runs it may be the GPU.
+        While ``decode`` runs it may be the GPU; otherwise it is the device that ComfyUI has set.
         """
         given: torch.device = vars(self)["output_device"]
         return self.device if _on_gpu.get() is self else given

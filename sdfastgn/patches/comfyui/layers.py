@@ -33,14 +33,14 @@ from sdfastgn.patches.swap.tested_sources import TestedSource, tested, unknown_s
 _ops: Any = comfy.ops
 # The key in the ``__dict__`` of a fused layer under which the layer's former class, ComfyUI's, is kept.
 _STOCK_CLASS = "_sdfastgn_stock_class"
-# ``prepared`` returns a layer with the weights for one call. The layer's class, by the name of the class that
-# ComfyUI's layer has.
+# A dict from the name of the class that ComfyUI gave a layer to the class of the layer that ``prepared``
+# returns in its place for one call.
 _CLASSES: dict[str, type[nn.Module]] = {
     "Conv2d": nn.Conv2d, "Linear": nn.Linear, "GroupNorm": FusedGroupNorm, "LayerNorm": nn.LayerNorm,
 }  # fmt: skip
-# The class of the layer that ``prepared`` returns for one call, by the class that ComfyUI's layer has. The
-# layers of ComfyUI's ``manual_cast`` always cast: they are for models whose weights have another dtype than
-# their activations.
+# A dict from the class that ComfyUI gave a layer to the class of the layer that ``prepared`` returns in its
+# place for one call. The layers of ComfyUI's ``manual_cast`` always cast: they are for models whose weights
+# have another dtype than their activations.
 _PREPARED: dict[type[nn.Module], type[nn.Module]] = {
     getattr(ops, name): cls
     for ops in (_ops.disable_weight_init, _ops.manual_cast)
@@ -143,7 +143,7 @@ def has_steady_weights(module: Any) -> bool:
     if has_other_class or not hasattr(module, "comfy_cast_weights"):
         return True
     if type(getattr(module, "weight", None)) not in (type(None), Tensor, nn.Parameter):
-        return False  # quantized weight: unknown code casts it
+        return False  # a quantized weight, which unknown code converts
     if not _casts(module):
         return True
     if _has_low_vram(module) or _has_functions(module):

@@ -90,7 +90,8 @@ class FusedSpatialTransformer(SpatialTransformer):
         if not (dispatch.has_kernels(x) and x.dim() == 4):
             return super().forward(x, context, options)
         contexts = context if isinstance(context, list) else [context] * len(self.transformer_blocks)
-        # Other nodes read the entries ``activations_shape`` and ``block_index`` of ``transformer_options``.
+        # Like ComfyUI's forward, this one sets the entries ``activations_shape`` and ``block_index`` of
+        # ``transformer_options``, which other nodes read.
         options["activations_shape"] = list(x.shape)
         _, _, H, W = x.shape
         h = prepared(self.norm, x)(x)

@@ -79,7 +79,7 @@ class Products:
             self.quantizers = torch.zeros(len(products), NUMBERS, dtype=torch.float32, device=device)
             for i, product in enumerate(products):
                 product.begin(self, self.quantizers[i])
-                product.touch()  # an existing copy of its weights may be outdated
+                product.touch()  # the product's copy of weights may be outdated
 
     def offloading(self) -> str:
         """The name of what moves the weights in each call, such as group offloading; empty if nothing does.
@@ -103,8 +103,8 @@ class Products:
         # hooks rules out CUDA graphs.
         if self.offloading():
             return None
-        # A matrix product that did not run in some of the model's first calls has not recorded enough inputs
-        # yet. So the model runs without CUDA graphs for more calls, but for at most as many calls again.
+        # The model's first ``CALLS`` calls run without CUDA graphs. A matrix product that did not run in some
+        # of them has not recorded enough inputs yet. Then up to ``CALLS`` more calls run without CUDA graphs.
         calls = fp8_product.CALLS
         if calls <= self.calls < 2 * calls and not any(p.is_learning for p in self.products):
             self.calls = 2 * calls
@@ -123,7 +123,7 @@ class Products:
         ``is_replaced``: True if CUDA graphs captured before this must not run again.
         """
         self._versions = []
-        self._weights = self._compared = None  # the weights in these cached lists may be others now
+        self._weights = self._compared = None  # these lists of weights may be outdated
         if is_replaced:
             self.replaced += 1
 

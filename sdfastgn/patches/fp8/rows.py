@@ -39,7 +39,9 @@ def in_blocks(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 class Copy(list[Tensor]):
-    """The list [weight (columns, depth) in E4M3, scales of its rows (columns,) fp32]; empty if it was freed.
+    """A weight in E4M3, as a list: [weight (columns, depth), fp32 scales of its rows (columns,)].
+
+    The list is empty before the first ``write`` and after ``clear``.
 
     Attributes:
         holder, name: the dict of a module's parameters, and the key of the weight in this dict.

@@ -120,8 +120,9 @@ class FusedAttention(Attention):
         """
         if not is_one_token(context):
             return None
-        # The softmax of one score is 1, so queries and keys do not matter. If a module has a hook or another
-        # class, diffusers' code must run, because a hook or module must get all tokens, and not only one.
+        # The softmax of one score is 1, so queries and keys do not matter: only to_v and to_out are computed,
+        # for one token of each sample. If a layer of this module has a hook, or to_q, to_k or to_out is no
+        # plain linear layer, diffusers' code must run. It calls every layer, with all tokens.
         if not (
             is_plain_linear(self.to_q)
             and is_plain_linear(self.to_k)
@@ -311,7 +312,7 @@ def _fits(context: Tensor | None, x: Tensor) -> bool:
 
 
 def _called(layer: Any, x: Tensor) -> Tensor:
-    """Computes ``layer(x)``; in training, a LoRA layer with fewer passes (``lora/trained_adapters.py``)."""
+    """Computes ``layer(x)``. In training, LoRA layers run in fewer passes (``lora/trained_adapters.py``)."""
     y = trained(layer, x) if torch.is_grad_enabled() and is_wrapper(layer) else None
     return call_linear(layer, x) if y is None else y
 

@@ -60,10 +60,10 @@ _FORWARDS = frozenset(parent.forward for parent in PARENTS)
 
 
 class _HandOff(threading.local):
-    """What each fused norm tells the activation module after it. Each thread has its own attributes.
+    """What fused norms and the activations after them must know. Each thread has its own attributes.
 
     Attributes:
-        armed: a dict from the ids of norms to activations: the norm's kernel must also apply this activation.
+        armed: a dict from the id of a norm to the activation that the norm's kernel must also apply now.
         output: weak reference to the last result that a norm has activated; None if there is none.
     """
 

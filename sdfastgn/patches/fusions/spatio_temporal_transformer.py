@@ -97,7 +97,7 @@ def _is_plain(block: Any, tokens: Tensor) -> bool:
     ``tokens``: (1, tokens, C), the tokens of one frame.
     """
     # If a module has a hook, diffusers' forward must run: the fused code would call the hook with tokens of
-    # another shape.
+    # another shape than diffusers does.
     if type(block) is not TemporalBasicTransformerBlock or not all(map(is_unhooked, block.modules())):
         return False
     norms = (block.norm_in, block.norm1, block.norm2, block.norm3)

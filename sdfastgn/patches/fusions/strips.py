@@ -90,8 +90,8 @@ class Held:
 
     Args:
         x: the feature map, (1, C, H, W).
-        strip_bytes: decides how many rows a strip has in the later layers. Of all feature maps from here to
-            the layer, a strip of the widest takes about this many bytes.
+        strip_bytes: number of bytes that a strip should take. A later layer divides this number by its
+            ``row_bytes`` to get the number of rows in a strip.
         moments: mean and variance of each channel of x, (2, C); None if they are not known.
     """
 
@@ -123,8 +123,8 @@ class _Computed:
         source: what this layer reads: the result of another layer, or a feature map in memory (``Held``).
         anchor: the feature map in memory (``Held``) from which the layers up to this one are computed.
         shape: (C, H, W) of the result.
-        row_bytes: bytes that one row of the result needs in the widest feature map from the anchor to this
-            layer.
+        row_bytes: one row of the result needs a row, or half a row, of each feature map from the anchor to
+            this layer. This is the size in bytes of the largest of them.
         moments: None, because the mean and variance of the result are not known.
     """
 

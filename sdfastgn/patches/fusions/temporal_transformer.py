@@ -116,7 +116,7 @@ def _block_is_plain(block: Any, x: Tensor, frames: int) -> bool:
     x: the images, (N * frames, C, H, W).
     """
     # If a module has a hook, diffusers' forward must run: the fused code would call the hook with tokens of
-    # another shape.
+    # another shape than diffusers does.
     if stock_class(block) is not BasicTransformerBlock or not all(map(is_unhooked, block.modules())):
         return False
     tokens = tokens_of(x[:1])

@@ -150,7 +150,7 @@ class FusedCrossAttnUpBlockMotion(CrossAttnUpBlockMotion):
 def _upsample_by_name(block: Any, hidden_states: Tensor, size: Any) -> Tensor:
     """Runs the upsamplers of ``block`` with keyword arguments, which AnimateDiff's split inference needs.
 
-    It wraps layers in a module that splits only arguments given by keyword.
+    Split inference wraps layers in a module that splits only arguments given by keyword.
     """
     for upsampler in block.upsamplers or ():
         hidden_states = upsampler(hidden_states=hidden_states, output_size=size)

@@ -108,7 +108,7 @@ def pointwise(conv: Any, x: Tensor) -> Tensor:
 
 
 def pointwise_tokens(conv: Any, tokens: Tensor, H: int, W: int) -> Tensor:
-    """Computes ``conv``, 1x1, of an image whose pixels are ``tokens`` (N, HW, C). Returns (N, HW, C_out)."""
+    """Computes the 1x1 ``conv`` of the image with the pixels ``tokens`` (N, HW, C): (N, HW, C_out)."""
     conv = plain_layer(conv)
     product = _as_linear(conv, tokens, tokens.shape[-1])
     if product is not None:

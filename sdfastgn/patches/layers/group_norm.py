@@ -24,9 +24,9 @@ class FusedGroupNorm(nn.GroupNorm):
     ``sdfastgn.group_norm`` documents the shapes, dtypes and errors.
     """
 
-    # ``cls.norm_alone is cls`` tells whether the ``forward`` of a class ``cls`` only normalizes. Such a class
-    # has itself as the value of this attribute. A subclass whose ``forward`` does more inherits the value, so
-    # the value is not the subclass. Every release of torch.compile can trace this comparison.
+    # A class whose ``forward`` only normalizes is itself the value of this attribute. A subclass whose
+    # ``forward`` does more inherits the value from its base class. So ``cls.norm_alone is cls`` is True only
+    # if ``cls`` only normalizes. Every release of torch.compile can trace this comparison.
     norm_alone: type[nn.Module] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class FusedGroupNorm(nn.GroupNorm):
             return nn.GroupNorm.forward(self, input)
         operands = input, self.num_groups, self.weight, self.bias, self.eps
         # ``found`` has the result of PyTorch's channels-last kernel. It is None if this result would be
-        # inaccurate, which happens for some inputs, or if the kernel's backward would crash.
+        # inaccurate for this input, if the kernel's backward would crash, and in traces.
         found = channels_last_group_norm(*operands)
         return reference_group_norm(*operands) if found is None else found[0]
 

@@ -39,7 +39,7 @@ def known_base(cls: type) -> type[nn.Module] | None:
 
 
 def kind_of(cls: type) -> str | None:
-    """Returns ``CAST`` or ``NORM_ACT``, for what the ``forward`` does that ``cls`` defines.
+    """Returns what the ``forward`` of ``cls`` does: ``CAST`` or ``NORM_ACT``.
 
     None if this ``forward`` is not known, or if ``cls`` is no direct subclass of ``nn.GroupNorm``.
     """

@@ -28,8 +28,8 @@ class Embedding(NamedTuple):
         linear: the layer that projects ``value`` to (N, C), or to (N, 2C) if ``scales`` is True. None if
             ``value`` is used as it is.
         act: the activation that is applied before the projection; None if there is none.
-        scales: False if the embedding is added before the norm. True if its first half, plus one, multiplies
-            the norm's result, and its second half is then added.
+        scales: False if the projected embedding is added before the norm. True if its first half, plus one,
+            multiplies the norm's result, and its second half is added to the product.
     """
 
     value: Tensor | None = None

@@ -82,9 +82,9 @@ def store_statistics(x: Tensor, statistics: Tensor) -> Tensor:
 
 
 def take_statistics(x: Tensor) -> Tensor | None:
-    """Returns the mean and the squared deviations of each channel of x that ``store_statistics`` has stored.
+    """Returns the statistics of x that ``store_statistics`` has stored, and forgets them.
 
-    They are removed from the table. None if they are missing or outdated.
+    None if they are missing or outdated.
     """
     if torch.compiler.is_dynamo_compiling() or id(x) not in _stored:
         return None

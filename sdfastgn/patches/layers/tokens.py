@@ -80,8 +80,8 @@ def add_norm(
     ``quantizer``: an fp32 tensor with a scale (``kernels/common/e4m3.py``). If it is given, the kernel writes
     the first result divided by this scale, in FP8 (E4M3).
     """
-    # The kernel does not promote dtypes, which may differ under autocast or after attention in fp32. It does
-    # not broadcast shapes either.
+    # The kernel needs x and the residual in one dtype and shape. Dtypes may differ under autocast or after
+    # attention in fp32. Then PyTorch computes the sum and the norm.
     if x.dtype == residual.dtype and x.shape == residual.shape and _can_fuse(layer, x):
         return add_layer_norm(x, residual, *parameters_of(layer), layer.eps, quantizer=quantizer)
     total = x + residual
@@ -174,8 +174,8 @@ def feed_forward_weights(
 ) -> list[tuple[Any, Tensor]] | None:
     """Returns (layer, weight) for each of the two linear layers in a feed-forward network with GEGLU.
 
-    None if the network does anything else in inference, or if one of the linear layers is not plain. For a
-    layer with adapters, the layer in the result is the one inside of peft's wrapper.
+    None if the network does more in inference than GEGLU and one linear layer, or if one of the two linear
+    layers is not plain. For a layer with adapters, the layer inside of peft's wrapper is returned.
 
     ``without_adapters``: True returns the own weight of such a layer, False its merged weight.
     """

@@ -110,9 +110,9 @@ class AdapterSurvey:
     def refresh(self, factor: float = 1.0, compares_later: bool = False) -> bool:
         """Compute all outdated merged weights in the current stream. Returns True if all are up to date.
 
-        Returns False instead if the adapters of a layer cannot be merged any more, if the plain layer with
-        the merged weights has another shape, dtype or setting than is needed now, or if another thread
-        changes the adapters meanwhile.
+        Returns False instead if the adapters of a layer cannot be merged any more, or if another thread
+        changes the adapters meanwhile. Also returns False if the plain layer that runs with merged weights in
+        place of a LoRA layer has another shape, dtype or setting than is needed now.
 
         Args:
             factor: number by which all scales are multiplied.

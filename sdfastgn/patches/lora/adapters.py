@@ -59,8 +59,8 @@ def unmerged_layers(
     """
     for path, module in root.named_modules(prefix=prefix):
         # ``optimize(merge_adapters=False)`` forbids merging for the model and for the layers that it has at
-        # this time. A LoRA layer that was added later has no such mark of its own. So the marks of model and
-        # layer are read.
+        # this time. For a LoRA layer that was added later, merging is forbidden only through the model. So
+        # ``is_allowed`` is called for both the model and the layer.
         is_merging = is_allowed(root) and is_allowed(module) if merges is None else merges
         reason = adapter_reason(module, is_merging)
         if reason is None and with_waiting and waits(module):
@@ -107,7 +107,7 @@ def adapter_reason(layer: Any, merges: bool = True) -> str | None:
     None if ``layer`` has no adapter, or an adapter that can be merged. If the user can do something about the
     reason, the text says what. ``merges``: False if the model must not get merged weights.
     """
-    if isinstance(getattr(layer, "lora_layer", None), nn.Module):  # an old diffusers' LoRA, without peft
+    if isinstance(getattr(layer, "lora_layer", None), nn.Module):  # an old diffusers adds LoRAs without peft
         return f"it has an adapter (LoRA): {_ALONE}"
     if not (isinstance(layer, nn.Module) and is_adapted(layer)):
         return None

@@ -80,10 +80,11 @@ class Record:
         self.written: tuple[int, torch.cuda.Event | None] = (0, None)
 
     def fits(self, source: Source) -> bool:
-        """True if this record's plain layer can hold the merged weight and bias computed from ``source``.
+        """True if ``self.layer`` can hold the merged weight and bias computed from ``source``.
 
-        The plain layer must have the settings and forward hooks of ``source.base``, and a weight with the
-        dtype, device, shape and strides of ``source.weight``.
+        ``self.layer``, a plain layer, must have the settings and forward hooks of ``source.base``, and a
+        weight with the dtype, device, shape and strides of ``source.weight``. It must have a bias exactly if
+        the merged layer needs one.
         """
         (weight, bias), like = parameters_of(self.layer), source.weight
         own, base = vars(self.layer), vars(source.base)
@@ -99,12 +100,12 @@ class Record:
         )
 
     def allocate(self, source: Source) -> bool:
-        """Give this record's plain layer new memory for the merged weight and bias computed from ``source``.
+        """Give ``self.layer``, a plain layer, new memory for the merged weight and bias from ``source``.
 
         Returns False if the layer cannot hold them, for instance because it has no bias but needs one.
         """
         own, fresh = list(self.layer.parameters()), list(_stand_in(source).parameters())
-        if len(own) != len(fresh):  # one has a bias and the other has none
+        if len(own) != len(fresh):  # ``self.layer`` has a bias but needs none, or needs one but has none
             return False
         for parameter, new in zip(own, fresh, strict=True):
             parameter.data = new.data

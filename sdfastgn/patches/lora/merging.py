@@ -94,8 +94,8 @@ class _Siblings:
     Attributes:
         layers: the LoRA layers.
         calls: tells when a new call of the model begins.
-        batches: for merged weights that were computed together: the checksums of the tensors from which they
-            were computed, and each merged weight's ``Record``.
+        batches: a pair for each set of merged weights that were computed together: (checksums of the
+            tensors from which they were computed, the ``Record`` of each merged weight).
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
@@ -104,10 +104,10 @@ class _Siblings:
         self.batches: list[tuple[Contents, list[Record]]] = []
 
     def compare(self) -> None:
-        """Mark merged weights as outdated whose sources, the tensors behind them, have other contents now.
+        """Mark merged weights as outdated if the tensors behind them have other contents now.
 
         Merged weights that an ``AdapterSurvey`` has written for a CUDA graph are marked too, because the
-        contents of their sources are not known here.
+        contents from which they were computed are not known here.
         """
         batches, self.batches = self.batches, []
         for contents, written in batches:
@@ -277,7 +277,7 @@ def merged_layer(layer: nn.Module) -> Any:
         return None
     if record is None:
         return None
-    record.wait()  # the next write, perhaps in another stream, then waits for the current stream
+    record.wait()  # the next write of merged weights then waits for the current stream
     return record.layer
 
 

@@ -120,7 +120,7 @@ def source_of(layer: nn.Module) -> Source | str:
 
 
 def _refusal_of(tensors: list[Tensor], device: Any) -> str | None:
-    """Why ``tensors``, a layer's own and its adapters', cannot be merged on ``device``; None if they can."""
+    """Why the tensors of a layer and its adapters cannot be merged on ``device``; None if they can."""
     for tensor in tensors:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype not in dispatch.KERNEL_DTYPES:
             return "a weight is not a plain tensor of fp16, bf16 or fp32"
