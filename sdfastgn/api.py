@@ -195,7 +195,7 @@ class Optimized(Generic[T]):
             left = put_back(before, others)
             known = {id(was.component) for was in before}
             for name, part in patcher.parts_ever_of(self._obj):
-                if id(part) not in known:  # ``part`` came into the pipeline in the block
+                if id(part) not in known:  # the pipeline got ``part`` inside the block
                     left += patcher.undo(part, name)
         if left:
             _warn(_left_over("optimized", left))
@@ -387,8 +387,8 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Found], WeakS
     """Does the work of ``optimize`` and ``optimized``. ``call``: which of the two the user has called.
 
     Returns (the state of each component before the change, other models). The other models have nothing to
-    optimize, but from now on ``moves.py`` notices when they move between devices, because offloading may move
-    them. Both lists are empty if there is nothing to optimize in ``obj``.
+    optimize. But offloading may move them between devices, and from now on ``moves.py`` notices this. Both
+    collections are empty if there is nothing to optimize in ``obj``.
     """
     _check_options(call, options)
     with one_at_a_time:

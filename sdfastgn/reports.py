@@ -78,7 +78,7 @@ class Left:
 class Report:
     """What is fused in a pipeline or module. ``print(report)`` prints a summary.
 
-    ``report.details()`` returns the whole text. The attributes have the same in numbers and lists.
+    ``report.details()`` returns the whole text. The attributes have its content as numbers and lists.
 
     ``backend``: says whether fused modules run Triton kernels or their original code, on the present device
     of the weights. For weights on the meta device it is empty if this machine has a GPU.

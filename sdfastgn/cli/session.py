@@ -69,7 +69,7 @@ def run_bench(
 
     The JSON file and the HTML page are written after each row, so the rows of an interrupted run are kept. If
     a launcher started several processes, they all time pipelines at the same time. Then only the main process
-    prints, only it may pass paths of files, and a config of another part raises OptionError.
+    prints, and only it may pass paths of files. A config of another part than a pipeline raises OptionError.
     """
     if not launched():
         return _run_bench(configs, variants, json, plot, html)
