@@ -437,7 +437,11 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Found], WeakS
 
 
 def _refuse_nothing(call: str, obj: Any, found: Survey, options: Options) -> None:
-    """Raise ValueError, or warn, if there is nothing to optimize in ``obj`` and ``missing_ok`` is False."""
+    """Tell the user that there is nothing to optimize in ``obj``, unless ``missing_ok`` is True.
+
+    Also says nothing if a layer has LoRA adapters. Raises ValueError if ``strict`` is True, or if ``obj`` is
+    a module that cannot get adapters. Otherwise warns.
+    """
     adaptable = found.adaptable
     layers = [layer for was in adaptable.values() for layer in was.modules]
     if options.missing_ok or any(map(is_wrapper, layers)):

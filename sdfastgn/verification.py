@@ -114,8 +114,8 @@ def _recorded(root: nn.Module, modules: list[nn.Module]) -> tuple[dict[nn.Module
 def record(modules: list[nn.Module], call: Callable[[], object]) -> dict[nn.Module, Inputs]:
     """Runs ``call`` with the original code of all models. Returns the arguments that ``modules`` get.
 
-    The result is a dict from each of ``modules`` that ``call`` runs to the arguments of the module's first
-    call.
+    The result is a dict: module -> the arguments of the module's first call. Modules that ``call`` does not
+    run are not in it.
     """
     found: dict[nn.Module, Inputs] = {}
 

@@ -185,7 +185,7 @@ def build_video(config: BenchConfig) -> Workload:
 def _start_arguments(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict[str, Any]:
     """The keyword arguments with the noise from which a pipeline's call starts, and with the image's size.
 
-    For an image-to-image pipeline they are a random image and its strength instead.
+    For an image-to-image pipeline they are a random image and ``strength`` instead.
     """
     # ``randn`` draws in fp32 and then casts to ``dtype``. So pipelines in fp16 and fp32 start from the same
     # noise.
