@@ -422,7 +422,7 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Found], WeakS
                     patcher.apply(was.component, was.findings, obj, lays_out=not waits)
                 if options.verify:
                     _tell(call, verdicts(obj), options.strict)
-                    again = survey(call, obj, options).models  # wrong modules are not fused any more
+                    again = survey(call, obj, options).models  # a wrong module has its original code again
                     every = {name: again[name] for name in every}
                 _set_options(every.values(), options)
                 # From now on ``moves.py`` notices when a model of a pipeline moves between devices, even if
