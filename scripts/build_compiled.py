@@ -3,8 +3,9 @@
 python -m scripts.build_compiled --output build/compiled
 
 The output folder is a project for ``python -m build``. It has the files of ``integrations/compiled``, and an
-archive of kernels for each compute capability. The archives are for the Triton of this environment. Archives
-in the folder that were made with another Triton stay, if they are of the same kernels.
+archive of kernels for each compute capability. The archives are for the Triton of this environment. If the
+output folder has archives of other versions of the kernels' source, they are deleted. Archives of the same
+source for another Triton stay.
 
 To find the kernels, the script calls each model on the device meta, in the way in which ``optimize`` would
 run it. It records the kernel launches instead of making them. Some tile sizes depend on a GPU's number of
@@ -97,7 +98,7 @@ class ConvolutionLayouts(TorchDispatchMode):
         y = func(*args, **(kwargs or {}))
         if func is not torch.ops.aten.convolution.default or y.dim() < 4:
             return y
-        # This test also finds a slice of the channels of a channels-last tensor.
+        # A slice of the channels of a channels-last tensor also counts as channels-last.
         is_last = any(t.stride(1) == 1 < t.stride(-1) for t in args[:2])
         return laid_out(y, is_last)
 

@@ -195,7 +195,7 @@ class Optimized(Generic[T]):
             left = put_back(before, others)
             known = {id(was.component) for was in before}
             for name, part in patcher.parts_ever_of(self._obj):
-                if id(part) not in known:  # ``part`` came into the pipeline in the block
+                if id(part) not in known:  # the pipeline got ``part`` inside the block
                     left += patcher.undo(part, name)
         if left:
             _warn(_left_over("optimized", left))
@@ -387,8 +387,8 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Found], WeakS
     """Does the work of ``optimize`` and ``optimized``. ``call``: which of the two the user has called.
 
     Returns (the state of each component before the change, other models). The other models have nothing to
-    optimize, but from now on ``moves.py`` notices when they move between devices, because offloading may move
-    them. Both lists are empty if there is nothing to optimize in ``obj``.
+    optimize. But offloading may move them between devices, and from now on ``moves.py`` notices this. Both
+    collections are empty if there is nothing to optimize in ``obj``.
     """
     _check_options(call, options)
     with one_at_a_time:
@@ -422,7 +422,7 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Found], WeakS
                     patcher.apply(was.component, was.findings, obj, lays_out=not waits)
                 if options.verify:
                     _tell(call, verdicts(obj), options.strict)
-                    again = survey(call, obj, options).models  # wrong modules are not fused any more
+                    again = survey(call, obj, options).models  # a wrong module has its original code again
                     every = {name: again[name] for name in every}
                 _set_options(every.values(), options)
                 # From now on ``moves.py`` notices when a model of a pipeline moves between devices, even if
@@ -437,7 +437,11 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Found], WeakS
 
 
 def _refuse_nothing(call: str, obj: Any, found: Survey, options: Options) -> None:
-    """Raise ValueError, or warn, if there is nothing to optimize in ``obj`` and ``missing_ok`` is False."""
+    """Tell the user that there is nothing to optimize in ``obj``, unless ``missing_ok`` is True.
+
+    Also says nothing if a layer has LoRA adapters. Raises ValueError if ``strict`` is True, or if ``obj`` is
+    a module that cannot get adapters. Otherwise warns.
+    """
     adaptable = found.adaptable
     layers = [layer for was in adaptable.values() for layer in was.modules]
     if options.missing_ok or any(map(is_wrapper, layers)):

@@ -19,7 +19,8 @@ _STOCK_CODE = "plain PyTorch, stock's own code at stock's speed"
 def backend_text(roots: list[nn.Module], why_stock: list[str | None]) -> str:
     """Returns the report's text on what runs in the models ``roots``: Triton kernels or original code.
 
-    If that is not known for weights on the meta device, the text is empty.
+    For weights on the meta device the text is empty if this machine has a GPU, because the weights may be
+    moved to any device.
 
     ``why_stock``: for each of the models, why its modules run their original code; None if they run kernels.
     """

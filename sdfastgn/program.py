@@ -31,7 +31,7 @@ def writing(path: Path) -> Iterator[None]:
     """A context in which the file ``path`` is written. If this fails, an OptionError says why."""
     try:
         yield
-    except OSError as error:  # such as a full disk
+    except OSError as error:  # the file cannot be written, for example because the disk is full
         raise OptionError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
 
 

@@ -25,10 +25,10 @@ _SHOWN_STEPS = 6
 # Classes of models that gain most of their speed from CUDA graphs: without graphs, launching their kernels
 # from Python takes longer than running them ("sdfastgn without graphs" in docs/benchmarks.md).
 _UNETS = ("UNet2DModel", "UNet2DConditionModel")
-# The report warns of a UNet whose calls ran without CUDA graphs. It does not warn if the reason of each call
-# ends in one of these texts. They stand for two cases. Later calls may run as graphs: after the first call,
-# or the first six calls of an offloaded model, or once FP8's scales are known. Or the user does something
-# that excludes graphs: training, or a compiled or traced call.
+# Ends of reasons why a call ran without a CUDA graph. The report warns of a UNet whose calls ran without
+# graphs, but not if the reason of each call ends in one of these texts. There are two cases. Either later
+# calls may run as graphs: after the first call, or the first six calls of an offloaded model, or once FP8's
+# scales are known. Or the user does something that excludes graphs: training, or a compiled or traced call.
 _NO_LOSS = (
     "first call of its kind",
     "a capture takes as long as several calls",
@@ -78,7 +78,7 @@ class Left:
 class Report:
     """What is fused in a pipeline or module. ``print(report)`` prints a summary.
 
-    ``report.details()`` returns the whole text. The attributes have the same in numbers and lists.
+    ``report.details()`` returns the whole text. The attributes have its content as numbers and lists.
 
     ``backend``: says whether fused modules run Triton kernels or their original code, on the present device
     of the weights. For weights on the meta device it is empty if this machine has a GPU.

@@ -56,8 +56,9 @@ class Found:
     Attributes:
         name: the component's path.
         component: a model, or an object of a pipeline that is no module, such as a scheduler.
-        findings: what each fusion that the options of ``optimize`` allow can do with the component's modules,
-            or why it can do nothing.
+        findings: a list that says, for each fusion and each module of the fusion's class, whether the fusion
+            is applied, can be applied, or must skip the module. Fusions that the options of ``optimize`` turn
+            off are not in it.
         is_stock: True if sdfastgn had changed nothing in the component.
     """
 
@@ -81,13 +82,13 @@ class FoundModel(Found):
         devices: the devices of the model's parameters.
         has_fusions: True if the model is optimized, or if there is a fusion for a module in it.
         is_graphable: True if the model is or contains a module whose calls can become CUDA graphs.
-        kind: what plans (traced lists of kernels) can do for the model.
+        kind: says whether the model gets plans (traced lists of kernels), and whether they make it faster.
         takes_adapters: True if the model has adapters, or can get some.
         modes: for each module whose calls run as CUDA graphs, its option ``cuda_graphs``.
         laid_out: the modules whose memory layout sdfastgn had changed.
         followed: the modules whose moves between devices sdfastgn noticed. A ``Moves`` object had replaced
             their method ``_apply`` (``moves.py``).
-        in_fp8: a dict from the models in this model that had matrix products in FP8 to these products.
+        in_fp8: for this model and each model in it, the matrix products that ran in FP8, if there were any.
         unmerged: the modules whose adapters were not merged, because of ``merge_adapters=False``.
         asked, left_out: names of the fusions that the user had turned on and off.
         leaving: the fusions that were applied and that the options of ``optimize`` turn off, with their

@@ -114,8 +114,8 @@ def _recorded(root: nn.Module, modules: list[nn.Module]) -> tuple[dict[nn.Module
 def record(modules: list[nn.Module], call: Callable[[], object]) -> dict[nn.Module, Inputs]:
     """Runs ``call`` with the original code of all models. Returns the arguments that ``modules`` get.
 
-    The result is a dict from each of ``modules`` that ``call`` runs to the arguments of the module's first
-    call.
+    The result is a dict: module -> the arguments of the module's first call. Modules that ``call`` does not
+    run are not in it.
     """
     found: dict[nn.Module, Inputs] = {}
 
@@ -148,13 +148,13 @@ def _judge(module: nn.Module, inputs: Inputs) -> tuple[Any, ...]:
         error, stock_error, bound = compare(module, inputs)
     except _FusedError as failure:
         return PUT_BACK, f"verification: it raises {one_line(failure.__cause__ or failure)}"
-    except Exception as failure:  # such as too little memory
+    except Exception as failure:  # the original code fails, for example for lack of memory
         return UNVERIFIED, f"stock's code fails: {one_line(failure)}"
     if dispatch.why_off is not None:
         return UNVERIFIED, f"no kernel runs: {dispatch.why_off}"
     if not bound < float("inf"):
         return UNVERIFIED, "stock's own output is not finite", error, stock_error
-    if error <= bound:  # False if the error is NaN
+    if error <= bound:  # an error of NaN is not accepted: ``nan <= bound`` is False
         return RIGHT, "", error, stock_error
     why = f"verification: its error is {error:.2g}, stock's {stock_error:.2g}"
     return PUT_BACK, why, error, stock_error

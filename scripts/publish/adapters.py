@@ -102,7 +102,7 @@ def scale_in_the_arguments(step: Step) -> None:
 
 
 def scale_argument(step: Step) -> str:
-    """The name of the argument of the model's call that can have a LoRA's scale."""
+    """The name of an argument of the model's call: a dict, in which the scale of LoRAs can be given."""
     names = inspect.signature(type(step.model).forward).parameters
     return next(name for name in names if name.endswith("attention_kwargs"))
 

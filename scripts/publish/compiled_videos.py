@@ -133,7 +133,7 @@ def in_turns(calls: Sequence[Callable[[], Tensor]], device: torch.device) -> lis
 
 
 def _floor_ms(model: nn.Module, call: Callable[[], Tensor], device: torch.device) -> float:
-    """Returns the milliseconds of convolutions, products and attention in a call without a CUDA graph."""
+    """Returns the ms of convolutions, matrix products and attention in a call without a CUDA graph."""
     sdfastgn.optimize(model, cuda_graphs=False)
     call()
     took, _ = timing.time_once(call, device)

@@ -43,8 +43,8 @@ CASES = (
 )
 TINY = (("tiny", "unet", 64, 2, True),)
 STEPS = 30
-# ``mlperf`` draws images that are not timed, such as those for the comparison with stock, in this number of
-# steps.
+# Number of steps of images that ``mlperf`` draws but does not time, for example to compare them with stock's
+# images.
 FEW_STEPS = 2
 
 
@@ -102,8 +102,8 @@ def mlperf_config(device: str, *, is_tiny: bool) -> BenchConfig:
 def mlperf(config: BenchConfig, on_row: Callable[[end_to_end.Row], object]) -> None:
     """Times one call of the pipeline with sdfastgn in fp16 and in FP8. Calls ``on_row`` with each row.
 
-    A call takes many seconds. So fewer steps or images are drawn to compare with stock's images, to learn
-    FP8's scales and to capture CUDA graphs.
+    A call takes many seconds. So the calls before the timed call draw fewer images or make fewer steps. In
+    them images are compared with stock's, FP8 learns its scales, and CUDA graphs are captured.
     """
     device = config.torch_device
     whole = workload.build_pipeline(config)

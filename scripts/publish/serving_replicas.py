@@ -103,7 +103,7 @@ def ray_started(config: BenchConfig, replicas: int) -> Iterator[str]:
     from ray import serve
 
     sys.path.insert(0, str(EXAMPLES))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends no statistics, which need a network
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends no statistics to the Internet
     ray.init(
         address="local",  # a new Ray is started, even if one runs already
         num_cpus=replicas,  # each replica takes one CPU

@@ -62,9 +62,10 @@ class Judgement:
     ``reason``: why the gate rejects the variant; empty if the gate accepts it.
 
     ``error`` and ``psnr_db`` compare the variant's output with stock eager's output. The fields ``fp32_...``
-    compare it with stock's output in fp32. They are NaN or None if this output was not computed. ``rows``: of
-    the relative errors against fp32 at single positions of a network's output, the median and the 95th
-    percentile.
+    compare it with stock's output in fp32. They are NaN or None if this output was not computed.
+
+    ``rows``: the median and the 95th percentile of the relative errors of a network's output against fp32, at
+    single positions of the output.
     """
 
     error: float
@@ -102,7 +103,7 @@ def kept(output: Any) -> Any:
 
     An array of images is returned as it is: it is on the CPU, where no replay writes.
     """
-    if isinstance(output, dict):  # gradients go to the CPU: on the GPU they would raise the measured peak
+    if isinstance(output, dict):  # gradients go to the CPU: on the GPU they would raise the peak memory
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in output.items()}
     return output.detach().clone() if isinstance(output, torch.Tensor) else output
 

@@ -1,6 +1,6 @@
 """Benchmarks that other projects publish: their settings and their numbers. This file does not import torch.
 
-``Preset.source`` is the URL of a preset's numbers. A case has no numbers if none are published at this URL.
+``Preset.source`` is the URL of a preset's numbers. A ``Case`` has no numbers if the page has none for it.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from sdfastgn.kernels.common.private import tf32
 
 T = TypeVar("T")
 
-# A measurement with a cold L2 cache rotates among several copies of the inputs (input sets). This is the
-# number of bytes that it should read and write before it comes to the same copy again: several times the L2
-# cache of an H200, which has 60 MB. For small inputs ``MAX_COLD_SETS`` makes the number smaller.
+# Number of bytes that a measurement with a cold L2 cache should read and write before it uses the same copy
+# of the inputs (input set) again: several times the L2 cache of an H200, which has 60 MB. For small inputs
+# ``MAX_COLD_SETS`` makes the number smaller.
 COLD_BYTES = 256 * 2**20
 # Maximum number of copies of the inputs (input sets) in a measurement with a cold L2. Small inputs would need
 # thousands of copies.

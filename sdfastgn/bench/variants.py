@@ -170,7 +170,8 @@ def _describe_sdfastgn(target: Any) -> str:
 def _describe_plans(report: Any) -> str:
     """Says how many plans (traced and rewritten forwards) ``report`` has, or why it has none.
 
-    The text is the end of a list. It is empty for a model that gets no plans.
+    The text begins with a comma, because it is appended to a list. It is empty for a model that gets no
+    plans.
     """
     planned = [each for each in report.plans if each.is_on]
     plans = sum(each.plans for each in planned)

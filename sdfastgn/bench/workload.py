@@ -183,9 +183,9 @@ def build_video(config: BenchConfig) -> Workload:
 
 
 def _start_arguments(config: BenchConfig, pipe: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments of a pipeline's call that say from what it starts: noise as latents.
+    """The keyword arguments with the noise from which a pipeline's call starts, and with the image's size.
 
-    Image-to-image pipelines start from a random image instead.
+    For an image-to-image pipeline they are a random image and ``strength`` instead.
     """
     # ``randn`` draws in fp32 and then casts to ``dtype``. So pipelines in fp16 and fp32 start from the same
     # noise.
@@ -305,7 +305,7 @@ class _Recorded(Exception):  # noqa: N818  # raised to end a pipeline's call ear
 def build_saved_transformer(config: BenchConfig) -> Workload:
     """The workload of a step of a saved pipeline's transformer.
 
-    The step repeats the first call of the transformer in a call of the pipeline.
+    The arguments of the step are those of the transformer's first call when the pipeline is called.
     """
     whole = build_transformer_pipeline(config)
     transformer, inputs = whole.target.transformer, {}

@@ -84,7 +84,7 @@ def main(doc: str | None = None, command: str | Callable[..., None] = "", **defa
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     """Print a warning as one line, without the file that raised it. Replaces ``warnings.showwarning``."""
-    # PyTorch appends the line of its C++ code in brackets.
+    # PyTorch appends the line of its C++ code to a warning, in brackets. It is cut off.
     text = str(message).partition(" (Triggered internally at ")[0]
     print(f"warning: {' '.join(text.split())}", file=sys.stderr)
 

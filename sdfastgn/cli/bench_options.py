@@ -51,10 +51,11 @@ def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple
 
     The native size is that of the model's images, in pixels.
 
-    ``model``: the name that the user gave. If it is None, the returned name is that of the model whose UNet
-    has the configuration of ``weights``, or the last part of the path if there is no such model. Raises
-    OptionError if ``weights`` are of another model or have a UNet that cannot be timed. Also raises it if
-    ``parts`` has a pipeline and ``weights`` are no text-to-image pipeline.
+    ``model``: the name that the user gave. If it is None, the name of a known model with the same UNet is
+    returned. If no known model has this UNet, the last part of the path ``weights`` is returned as the name.
+
+    Raises OptionError if ``weights`` are of another model than ``model``, or have a UNet that cannot be
+    timed. Also raises it if ``parts`` has a pipeline and ``weights`` are no text-to-image pipeline.
     """
     if weights == "random":
         name = model or "tiny"

@@ -27,7 +27,7 @@ class _EmptyClass(type):
 
 
 class _Empty(types.ModuleType):
-    """An empty module, which replaces one that is imported but not used.
+    """An empty Python module, which replaces a module that is imported but not used.
 
     Every public name in it is an empty class.
     """

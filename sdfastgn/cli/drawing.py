@@ -121,7 +121,10 @@ def run(job: Job, device: str | None = None) -> int:
 
 
 def _with_own_settings(job: Job) -> tuple[Job, str]:
-    """Returns (``job`` with the pipeline's own steps and guidance where none were given, a note on them)."""
+    """Gives ``job`` the pipeline's own steps and guidance, where the user has given none.
+
+    Returns (the new job, a line of text that names these settings; empty if there are none).
+    """
     missing = [
         field for field in ARGUMENTS if any(getattr(each, field) is None for each in job.wanted.values())
     ]

@@ -104,7 +104,7 @@ def run(
 
 
 def add_archive(path: Path, device: str | None) -> None:
-    """Add an archive's kernels to Triton's cache, and print their number. ``--export`` wrote the archive."""
+    """Add the kernels in the file ``path``, which ``--export`` wrote, to Triton's cache. Print how many."""
     device = _gpu("--device", device)
     try:
         added, present = kernel_archive.load(path, torch.device(device))

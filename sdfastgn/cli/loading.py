@@ -100,7 +100,7 @@ def own_settings(option: str, weights: str, names: Collection[str] = tuple(ARGUM
     is_few = saved.scheduler in ("LCMScheduler", "TCDScheduler")
     if is_few:
         own["steps"] = 4
-        if not unet_config(option, weights).get("time_cond_proj_dim"):  # a UNet without guidance as an input
+        if not unet_config(option, weights).get("time_cond_proj_dim"):  # guidance is no input of the UNet
             own["guidance"] = 1.0
     own = {field: value for field, value in own.items() if field in names}
     name = f"{Path(weights).name} {saved.origin}".lower()

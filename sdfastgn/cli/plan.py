@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # imported only for types, because these modules import torch
     from sdfastgn.bench.workload import BenchConfig
     from sdfastgn.plans.preview import CallPlan
 
-# Value of the option --gpu, a kind of GPU -> its name in the output.
+# A kind of GPU, as the option --gpu names it -> the name of this kind in the output.
 _GPUS = {"hopper": "a Hopper GPU (H100, H200)", "other": "a GPU that is no Hopper GPU"}
 _PARTS = ("unet", "vae")
 ModelArgument = Annotated[

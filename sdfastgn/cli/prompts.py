@@ -98,7 +98,7 @@ def read_prompts(
         content = path.read_bytes()
     except OSError as error:
         raise OptionError(f"--prompts: cannot read {str(path)!r}: {error.strerror or error}") from None
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # UTF-16 text would be read wrong
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # UTF-16 would be read as garbage
         raise OptionError(f"--prompts: {str(path)!r} is in UTF-16; save it as UTF-8")
     found, problems = {}, {}
     for number, line in enumerate(content.splitlines(), 1):

@@ -52,9 +52,9 @@ def unet_reason(config: Mapping[str, Any]) -> str:
 def unet_difference(config: Mapping[str, Any], model: str) -> str:
     """Says in which setting ``config`` first differs from the UNet named ``model``; empty if in none.
 
-    An example of a result is ``"layers_per_block (1, 1), not (2, 2)"``. Only settings that are in ``UNETS``,
-    for any model, are compared, and the image size is not. So the number of input channels is not compared
-    either: UNets for inpainting have more input channels.
+    An example of a result is ``"layers_per_block (1, 1), not (2, 2)"``. The compared settings are
+    all that ``UNETS`` has for any model, except for the image size. The number of input channels is not
+    compared, because UNets for inpainting have more input channels.
     """
     for key in dict.fromkeys(key for known in UNETS.values() for key in known if key != "sample_size"):
         expected, found = _setting(UNETS[model], key), _setting(config, key)

@@ -91,7 +91,7 @@ def native_size(weights: str, unet: Mapping[str, Any], without_vae: int) -> tupl
     """
     try:
         scale = latent_scale(load_config(weights, "vae"))
-    except Exception:  # no VAE, or no network: then loading the pipeline later says so
+    except Exception:  # there is no VAE, or the Hub is out of reach, which loading reports later
         scale = without_vae
     latents = unet.get("sample_size") or UNETS["sd15"]["sample_size"]
     return (latents if isinstance(latents, int) else max(latents)) * scale, scale

@@ -76,10 +76,10 @@ def random_inputs(
     device: torch.device | str,
     seed: int,
 ) -> dict[str, Any]:
-    """Returns random inputs of ``model`` that are the same for every device, and also for every dtype.
+    """Returns random inputs of ``model``, which are the same for every device.
 
-    The numbers are rounded to the dtype. ``seed``: the seed of the first tensor; each further tensor has the
-    next larger seed.
+    Inputs in different dtypes are equal except for rounding. ``seed``: the seed of the first tensor; each
+    further tensor has the next larger seed.
     """
     seeds = itertools.count(seed)
 

@@ -196,10 +196,10 @@ def _headline(results: Path) -> list[_Line]:
 
 
 def _headline_rows(results: Path, line: _Line) -> dict[str, dict[str, Row]]:
-    """Returns title of a column of the front page's table (``HEADLINE``) -> variant -> row of results.
+    """Returns the rows in which the front page's table finds the times of each column of ``HEADLINE``.
 
-    The rows have the column's time and eager's time. For the column ``OF_ANOTHER_RUN`` they are from the
-    separate run with stable-fast. For all other columns they are ``line.rows``.
+    The result is a dict: title of the column -> variant -> row. For the column ``OF_ANOTHER_RUN`` the rows
+    are from the separate run with stable-fast. For all other columns they are ``line.rows``.
     """
     apart = {row_title(one.first): one.rows for one in _lines(results, STABLE_FAST)}
     return {
@@ -361,7 +361,7 @@ def _peer_table(
     """Returns a table that compares eager, one competitor and ``ours``. A cell has a value for each of them.
 
     ``every``: the data for the lines. ``peers``: names of variants. A line's competitor is the first of them
-    for which the line has a row. A line without a competitor, eager or one of ``ours`` is left out.
+    for which the line has a row. Lines that lack a row of a competitor, of eager or of ``ours`` are left out.
     ``shown``: title of a column -> function, as in ``COMPARED``.
     """
     body, notes, lines = [], [], []

@@ -260,7 +260,7 @@ def run(
     rows: list[KernelRow] = []
     with _measuring(config.torch_device):
         for shape in config.shapes:
-            case: tuple[Operation, _Case] | None = None  # (operation, its tensors); only the latest is kept
+            case: tuple[Operation, _Case] | None = None  # the operation that is timed now, and its tensors
             first = len(rows)
             for operation, provider, pass_name in suite.cells_of(config.providers):
                 on_cell(f"{shape_text(shape)} {provider.name}")

@@ -1,10 +1,10 @@
 """The classes that describe a suite of kernel benchmarks: providers, operations, configs and rows.
 
 The suites are in ``suites.py``. Each suite also times a copy of the first operand (the provider ``COPY``).
-The GB/s of a pass, and its ideal time as a multiple of the copy's time, are computed from the number of
-tensors that the pass must read or write. Only tensors of the input's size are counted: ``Operation.tensors``
-for a forward (usually two: x and y), three for a backward (x, dy and dx), and the sum of both numbers for a
-forward with its backward.
+A pass is a forward, a backward, or a forward with its backward. Its GB/s, and its ideal time as a multiple of
+the copy's time, are computed from the number of tensors that the pass must read or write. Only tensors of the
+input's size are counted: ``Operation.tensors`` for a forward (usually two: x and y), three for a backward (x,
+dy and dx), and the sum of both numbers for a forward with its backward.
 """
 
 from __future__ import annotations

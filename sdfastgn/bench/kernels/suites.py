@@ -53,7 +53,7 @@ def _with_statistics(
 
     A GroupNorm that is given these statistics need not read y to compute them. The table shows
     what the statistics cost. ``task``: the name of the task, such as "add". The implementation ``plain``
-    has this name too, and the other one has it with "_with_statistics" at the end.
+    has this name too. The implementation ``ours`` has this name with "_with_statistics" at the end.
     """
     others = fixed(f"{task}_with_statistics", lambda *pair: ours(*pair)[0])
     tensors = 3 if task == "add" else 2

@@ -59,7 +59,7 @@ def eager_of(rows: Iterable[Row]) -> Row | None:
 
 
 def speed_up(row: Row, eager: Row | None, *, as_graph: bool = False) -> SpeedUp | None:
-    """The speed-up of a row's variant over eager. None if one of the two has no time.
+    """The speed-up of a row's variant over eager. None if eager or the variant has no time.
 
     ``as_graph``: True for the speed-up of a replay of the row's CUDA graph. A row has no percentiles for
     replays, so ``least`` and ``most`` then depend only on eager's percentiles.
