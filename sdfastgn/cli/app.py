@@ -29,7 +29,9 @@ def _complete_help(parameter: Any, context: Any) -> None:
         if word in text:
             text = text.replace(word, ", ".join(names()))
     value, words = parameter.get_default(context), parameter.show_default
-    if isinstance(value, bool):  # a flag, whose default is True only if a script has set it
+    if isinstance(
+        value, bool
+    ):  # a flag. Its default is False, unless a script that runs the command has set it
         value = "on" if value else ""
     elif isinstance(value, list | tuple):
         value = ", ".join(map(str, value))

@@ -38,8 +38,8 @@ from sdfastgn.plans.rewrite.e4m3 import FEWEST_COLUMNS
 # Names of the fusions that replace single layers, which occur in models of all kinds. A fusion gives modules
 # of a class a faster ``forward``. All other fusions replace whole blocks of a model.
 _OF_LAYERS = ("group_norm", "group_norm_subclass", "sequential", "attention", "conv_norm_out")
-# Names of fusions of parts that autoencoders and UNets have. If a model with such parts does not take a
-# timestep, it is an encoder or decoder, and those are as fast with plans as with fused blocks.
+# Names of fusions of blocks that autoencoders have, and some UNets too. If a model with such blocks takes no
+# timestep, it is an encoder or decoder. It then runs as plans, which are as fast there as fused blocks.
 _OUTSIDE_UNETS = (
     *("conv_norm_out", "decoder_slices"),  # "decoder_slices" is the only fusion in MoVQ's decoder
     *("temporal_resnet_block", "spatio_temporal_res_block"),

@@ -75,12 +75,12 @@ class Sum(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """Addresses, sizes and layout of one weight, in the form in which the kernel needs them (``matrix_of``).
+    """Addresses, sizes and layout of a weight, and of the tensor ``out`` that the merged weight is stored in.
 
     Attributes:
-        row: the addresses of out and weight, the numbers of rows and columns, and ``inner``, which tells the
-            order of the columns. They are the start of a row in the kernel's table ``matrices``
-            (``low_rank/kernels.py``).
+        row: the start of a row in the kernel's table ``matrices``, which ``low_rank/kernels.py`` describes:
+            the addresses of out and weight, the numbers of rows and columns, and the number of values of a
+            column's inner index.
         device, dtype: device and dtype of the weight.
         is_last: True if the weight is a channels-last convolution. Its columns then have the input channel as
             the inner index, and the position in the convolution's window as the outer index. False if it is

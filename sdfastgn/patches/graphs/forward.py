@@ -710,8 +710,8 @@ class GraphedForward(MethodEntry):
         with contextlib.suppress(Exception), scaled(current.scale.in_forward):
             watch = self._store.watch or self._new_watch(current)
             if watch.reason is None:
-                # ``watch`` is kept for the capture, unless layers have merged weights of adapters. A Watch
-                # does not record these layers, and at the capture other layers may have merged weights.
+                # ``watch`` is kept for the capture, unless layers have merged weights of adapters: at the
+                # capture other layers may have them, and only the survey says which.
                 self._rehearsed = None if current.survey.layers else watch
                 with undrawn(call.device, run):
                     backend.rehearse(run)

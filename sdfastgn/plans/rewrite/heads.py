@@ -113,9 +113,9 @@ def _tokens_first(r: Rewriter, n: Node, found: _Part) -> Node:
 
 
 def _each_rotated(r: Rewriter, parts: list[_Part], found: _Part) -> list[_Part]:
-    """Adds the rotary embedding ``found`` of concatenated heads to each of their ``parts``.
+    """Returns ``parts``, heads that are concatenated along the tokens, each with a rotary embedding.
 
-    Each part gets its own rows of the tables of cos and sin.
+    ``found``: the rotary embedding of all tokens. A part gets its own rows of the tables of cos and sin.
     """
     rotated, start = [], 0
     for p in parts:

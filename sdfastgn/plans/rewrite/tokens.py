@@ -215,9 +215,10 @@ def _product_of_cat(r: Rewriter, n: Node) -> Node | None:
 
 
 def _one_more_row(r: Rewriter, n: Node) -> Node | None:
-    """Lets the kernel for linear(activation(x)) add a row that is added to its result, as a second bias.
+    """Replaces linear(activation(x)) + row by one kernel, which adds the row as a second bias.
 
-    An example is the bias of the convolution to whose result an embedding is added.
+    An example is an embedding of the time that is added to the result of a convolution: the row is then the
+    convolution's bias.
     """
     for y, row in operands(n):
         takes_row = has(y, steps.act_linear) and is_only(y) and y.args[4] is None and dtype(y) == dtype(n)

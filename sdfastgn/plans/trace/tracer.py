@@ -430,9 +430,9 @@ class Tracer(TorchDispatchMode):
         return self.number(key, lambda: self.plain(op, args, kwargs), value)
 
     def number(self, key: Any, make: Callable[[], TracedTensor], value: Any) -> TracedTensor:
-        """Makes a tensor of the number ``value``. Tensors with equal ``key`` share one node.
+        """Returns a tensor that stands for the plain number ``value``. Equal keys share one node.
 
-        ``make``: a function that makes the first of them.
+        ``make``: makes the tensor and its node, if there is none with this ``key``.
         """
         if key not in self.numbers:
             first = make()
