@@ -159,7 +159,7 @@ def _plan_layers(root: nn.Module) -> None:
     """
     _, *halves = entrances(root)
     planned = [(half, each) for half in halves if (each := PlannedForward.of(half)) is not None]
-    if not any(planning.described("", *pair).was_called for pair in planned):
+    if not any(each.plans or each.calls or each.own for _, each in planned):
         for half, _ in planned:
             plan_inside(half, lambda module, has_entry: PlannedForward(module, TRUSTED, has_entry))
 

@@ -62,10 +62,10 @@ class FusedVAE(comfy.sd.VAE):
         self.__dict__["output_device"] = device
 
     def decode(self, samples_in: Tensor, *args: Any, **options: Any) -> Any:
-        host = self.output_device
-        with self._in_use(), setting(_on_gpu, self if fit(self, samples_in) else None):
+        stays = fit(self, samples_in)
+        with self._in_use(), setting(_on_gpu, self if stays else None):
             pixels = super().decode(samples_in, *args, **options)
-        return pixels if pixels.device == host else to_cpu(pixels)
+        return to_cpu(pixels) if stays else pixels
 
     def decode_tiled(self, *args: Any, **options: Any) -> Any:
         with self._in_use():
