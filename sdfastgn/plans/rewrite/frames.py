@@ -73,7 +73,7 @@ class Source(NamedTuple):
 
     @property
     def mode(self) -> str | None:
-        """The mode of ``steps.frames`` for pads in the modes ``of_time`` and ``of_image``, or None."""
+        """The mode of ``steps.frames`` for the pad modes ``of_time`` and ``of_image``; None: it has none."""
         for (time, image), name in _MODES.items():
             if self.of_time in (None, time) and self.of_image in (None, image):
                 return name

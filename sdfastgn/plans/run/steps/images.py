@@ -352,7 +352,7 @@ def frames(
     x, operands = _in_channels_last(x), None
     if isinstance(norm, Group) and norm.pads_first:
         norm = norm._replace(statistics=_padded_statistics(norm.statistics, x, front, back))
-        if norm.statistics is None:  # no sums for mean and variance of the padded x: pad x in its own pass
+        if norm.statistics is None:  # no statistics: another pass pads x, and the norm reads padded x
             x = pad_frames_op.pad_frames(x, front=front, back=back, mode=mode)[0]
             front, back, norm = 0, 0, norm._replace(pads_first=False)
     elif isinstance(norm, Group):
@@ -393,8 +393,8 @@ def _statistics_of(statistics: Any, samples: int, positions: int) -> Any:
 def _padded_statistics(statistics: Any, x: Tensor, front: int, back: int) -> Any:
     """Computes sums for mean and variance of x, padded with copies of its first and last frame.
 
-    ``front``, ``back``: the numbers of copies. ``statistics``: the sums of each frame of x, or None. Returns
-    None if a GroupNorm's kernel could not use the result.
+    ``front``, ``back``: the numbers of copies. ``statistics``: the sums of each frame of x. If it is None,
+    they are computed here. Returns None if a GroupNorm's kernel could not use the result.
     """
     N, _, T, H, W = x.shape
     if statistics is None:
