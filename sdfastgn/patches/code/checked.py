@@ -70,7 +70,7 @@ def check_calls(root: nn.Module, compared: Collection[nn.Module] = ()) -> None:
     decoder. Modules without fused parts are left as they are, except for a ``root`` that may get adapters. A
     second call of this function changes nothing.
 
-    ``compared``: modules whose calls already look for replaced functions, including those of inner modules.
+    ``compared``: modules whose calls already look for replaced functions, also in the modules inside them.
     """
     for module in () if root in compared else entrances(root):
         if call_entry(module) is not None or module in compared:
