@@ -85,7 +85,10 @@ def mean_windows(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def upsample(x: Tensor, times: Sequence[int], first_once: bool) -> Tensor:
-    """Repeats each element along the spatial axes. ``first_once``: frame 0 is not repeated along time."""
+    """Repeats each element along the spatial axes, as often as ``times`` says for each axis.
+
+    ``first_once``: True if frame 0 of a video is not repeated along time.
+    """
     if tuple(times) == (2, 2):
         return nearest_op.upsample_nearest_2x(_in_channels_last(x))
     if first_once or (x.dim() == 5 and times[0] == 1):
