@@ -32,8 +32,8 @@ class Checked(InstanceEntry):
     blocks would not call the replacements, the call runs without fused blocks. If memory is short, merged
     weights are freed, and the call is made again.
 
-    ``compares``: False if no part of the module is fused. Then a call looks for replaced functions only once
-    new adapters were merged and a part is fused.
+    ``compares``: False if no part of the module is fused. Then calls do not look for replaced functions,
+    until new adapters were merged and a part is fused.
     """
 
     __slots__ = ("_call", "_states")
