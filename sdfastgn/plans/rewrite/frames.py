@@ -260,7 +260,8 @@ def _without_pad(source: Source) -> Source | None:
             return None
         source = source._replace(front=front, back=back, of_time=mode)
     if top or left:
-        # ``steps.frames`` adds no rows and columns to frames that it returns for a video's next chunk.
+        # ``steps.frames`` adds no rows and columns to frames that it returns for a video's next chunk. So the
+        # pad stays if the model keeps padded frames.
         if source.of_image is not None or kept:
             return None
         source = source._replace(border=(top, left), of_image=mode)

@@ -383,7 +383,9 @@ def frames(
 def _statistics_of(statistics: Any, samples: int, positions: int) -> Any:
     """Turns statistics of each frame into statistics of each sample, for a GroupNorm.
 
-    Statistics are sums over chunks of positions. None if the chunks of a frame differ in size.
+    Statistics are sums over chunks of positions. ``samples``: number of samples. ``positions``: number of
+    positions of a sample. Statistics that are of samples already are returned as they are. Returns None if
+    the chunks of a frame differ in size.
     """
     if statistics is None or statistics.shape[1] == samples:
         return statistics
