@@ -159,7 +159,7 @@ def stand_ins(multiprocessors: int) -> list[tuple[Any, str, Any]]:
         (dispatch, "is_supported", lambda x: x.dtype in dispatch.KERNEL_DTYPES),
         (torch, "is_autocast_enabled", lambda *kind: kind != ("meta",) and has_autocast(*kind)),
         (packed, "PACKED_DEVICES", ("meta",)),
-        # The original functions of ``packed`` read tensors' addresses, which are all 0 on the device meta.
+        # ``packed`` puts weights side by side. Its own functions read addresses, which are all 0 on meta.
         (packed, "_move", move),
         (packed, "joined", joined),
         (packed, "span", lambda allocation, parts: joined(parts)),

@@ -222,7 +222,7 @@ class BatchNorm(_NormBase):
         if self.training and not self.track_running_stats:
             running = (None, None)
         momentum = self.momentum
-        if momentum is None:  # as in PyTorch, the running averages then weigh all batches equally
+        if momentum is None:  # without momentum, running averages weigh all batches equally, as in PyTorch
             momentum = 0.0 if counts is None else 1 / (float(counts) + 1)
         trains = self.training or (self.running_mean is None and self.running_var is None)
         call = batch_norm_call(

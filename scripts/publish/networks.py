@@ -137,7 +137,7 @@ def encode_case(name: str, *pixels: int, prepare: Prepare | None = None, is_long
     """Adds a ``Case`` with the name "MODEL encode, SIZE" to ``ENCODES``.
 
     Its model is that of the case "MODEL decode, ..." in ``CASES``. ``pixels``: the shape of the image
-    or video. ``prepare``: takes the place of ``encode_of(*pixels)``.
+    or video. ``prepare``: makes the timed call. If it is None, ``encode_of(*pixels)`` makes the call.
     """
     decodes = name.partition(" encode")[0] + " decode"
     same = next(case for case in CASES if case.name.startswith(decodes))
@@ -624,7 +624,10 @@ encode_case("Flux2 VAE encode, 1024²", 1, 3, 1024, 1024)
 
 
 def transformer_case(name: str, model: str, few: dict[str, Any]) -> None:
-    """Adds two cases of a transformer to ``TRANSFORMERS``: as published, and with the layers in ``few``."""
+    """Adds two cases of a transformer to ``TRANSFORMERS``: with all of its layers, and with two layers.
+
+    ``few``: the arguments of the model's class that leave it two layers.
+    """
     network = VIDEO_NETWORKS[model]["transformer"]
     frames, height, width = network.frames, network.height, network.width
     is_video = frames > 1

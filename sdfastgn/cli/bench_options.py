@@ -62,8 +62,8 @@ def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple
         is_guided = not UNETS[name].get("time_cond_proj_dim")
         return name, VAES[name]["sample_size"], 8, GUIDED_BATCH if is_guided else 1
     config = unet_config("--weights", weights)
-    # The UNet of SD-Turbo is the same as SD2's. So such weights count as sd_turbo only if the user has named
-    # it. Otherwise they fit no known model.
+    # SD-Turbo has the UNet of SD2, which is no known model. So weights with this UNet count as sd_turbo only
+    # if the user has named sd_turbo.
     named = [known for known in MODELS if known == model or known in TEXT_TO_IMAGE]
     same = [known for known in named if not architectures.unet_difference(config, known)]
     if model is not None and model not in same:

@@ -343,7 +343,7 @@ def install(
             continue
         planned.set_options(trusted, verifies, weights)
         if not in_graphs.isdisjoint(module.modules()):
-            planned.take_off()  # a plan of this module would not run CUDA graphs of inner modules
+            planned.take_off()  # a plan of this module would bypass CUDA graphs of inner modules
     for module in entrances(root):
         planned = PlannedForward.of(module)
         method = method_of(module)
@@ -356,7 +356,7 @@ def install(
             made = kept or PlannedForward(module, trusted, own_entry, method, None, verifies, weights=weights)
             made.put(place)
         if PlannedForward.of(module) is not None and not takes_adapters(list(module.modules())):
-            stop_checking([module])  # a ``PlannedForward`` looks for replaced functions itself
+            stop_checking([module])  # its ``PlannedForward`` already looks for replaced functions
 
 
 def _set_planners(root: nn.Module, maker: Maker | None, kind: Kind, is_transformer: bool) -> set[nn.Module]:

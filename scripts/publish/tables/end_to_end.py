@@ -63,8 +63,8 @@ REFERENCES = (("eager", True), ("eager", False))
 # because a speed-up over eager without a graph is larger on a slow CPU. The list leaves out whole images,
 # because a pipeline is not one CUDA graph.
 CLAIMS = (("vae", "VAE decodes"), ("unet", "UNet steps"), ("transformer", "transformer steps"))
-# Columns of the front page's table of transformers: title -> (variants of others, sdfastgn's variant). A cell
-# says how many times as fast sdfastgn's variant is. Of the times of the others, the shortest counts.
+# Columns of the front page's table of transformers: title -> (other variants, sdfastgn's variant). A cell
+# says how many times as fast sdfastgn's variant is as the fastest of the other variants.
 TRANSFORMER_CLAIMS: dict[str, tuple[_Choices, str]] = {
     "over eager + graph": ((("eager", True),), "sdfastgn"),
     "over torch.compile of repeated blocks": (

@@ -76,7 +76,7 @@ def reference_rotate(call: RotateCall) -> Tensor:
         u = x.to(wide)
         if layer:
             u = u - u.mean(-1, keepdim=True)
-            u = u - u.mean(-1, keepdim=True)  # this second mean is the rounding error of the first
+            u = u - u.mean(-1, keepdim=True)  # subtracts the rounding error of the first mean
         u = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
         u = u if weight is None else u * weight.to(wide)
         x = (u if bias is None else u + bias.to(wide)).to(x.dtype)

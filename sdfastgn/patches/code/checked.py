@@ -32,8 +32,8 @@ class Checked(InstanceEntry):
     blocks would not call the replacements, the call runs without fused blocks. If memory is short, merged
     weights are freed, and the call is made again.
 
-    ``compares``: False if no part of the module is fused. Then a call looks for replaced functions only once
-    new adapters were merged and a part is fused.
+    ``compares``: False if no part of the module is fused. Then calls do not look for replaced functions,
+    until new adapters were merged and a part is fused.
     """
 
     __slots__ = ("_call", "_states")
@@ -70,7 +70,7 @@ def check_calls(root: nn.Module, compared: Collection[nn.Module] = ()) -> None:
     decoder. Modules without fused parts are left as they are, except for a ``root`` that may get adapters. A
     second call of this function changes nothing.
 
-    ``compared``: modules whose calls already look for replaced functions, including those of inner modules.
+    ``compared``: modules whose calls already look for replaced functions, also in the modules inside them.
     """
     for module in () if root in compared else entrances(root):
         if call_entry(module) is not None or module in compared:

@@ -30,7 +30,7 @@ from sdfastgn.patches.lora.merged_weights import is_merged_weight, wait_for, wri
 def in_blocks(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """Returns all modules that are inside the blocks of a model. ``modules``: all modules of the model.
 
-    A block is an element of a list of modules that has a norm inside. Layers outside of blocks compute
+    A block is a module in a ModuleList or Sequential, with a norm inside it. Layers outside of blocks compute
     embeddings, the modulations of all blocks, and the model's result.
     """
     lists = [m for m in modules if isinstance(m, nn.ModuleList | nn.Sequential)]

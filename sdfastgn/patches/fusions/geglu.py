@@ -29,7 +29,7 @@ class FusedGEGLU(GEGLU):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # With extra arguments diffusers' forward runs, because it warns that these arguments are deprecated.
-        # It also runs under a compiler, which fuses these operations itself.
+        # diffusers' forward also runs under a compiler, which itself fuses the bias, GELU and product.
         if args or kwargs or torch.compiler.is_compiling() or not dispatch.has_kernels(hidden_states):
             return super().forward(hidden_states, *args, **kwargs)
         return linear_geglu(layer_of(self, "proj"), hidden_states)

@@ -58,7 +58,7 @@ class _Slot(NamedTuple):
 
 
 class _FactorSlot(NamedTuple):
-    """Marks where a number was in a call's arguments that a CUDA graph reads from GPU memory (``Factor``).
+    """Takes the place of a number in a call's arguments, if a CUDA graph reads the number from GPU memory.
 
     ``place``: the number's index in ``Call.tensors``. ``value``: the number.
     """

@@ -22,7 +22,7 @@ def until_it_fits(
         except torch.OutOfMemoryError:
             if not free():
                 raise
-        # The failed call may have changed its arguments: diffusers' UNet removes items from a list.
+        # The arguments are restored, because diffusers' UNet, for example, removes items from a list in them.
         _refill(containers)
 
 

@@ -92,7 +92,10 @@ class MethodEntry(InstanceEntry):
         unguard(module)
 
     def moved(self) -> None:
-        """Called after the module, or a module that contains it, was moved to another device or dtype."""
+        """A method for subclasses. It is called after the module was moved to another device or dtype.
+
+        The module may have been moved as a part of another module.
+        """
 
     # ``inspect.signature`` reads ``__wrapped__``, and torch.export reads the other properties.
 

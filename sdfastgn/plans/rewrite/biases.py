@@ -74,7 +74,7 @@ def _of_frames(r: Rewriter, n: Any) -> Node | None:
 def _added(r: Rewriter, n: Any) -> Node:
     """Replaces a ``bias_of`` node, whose bias no norm or residual sum has taken, by an in-place sum.
 
-    If the other operand must not be overwritten, the sum is not in place.
+    If h, to which the bias is added, must not be overwritten, the sum gets new memory instead.
     """
     h, bias = n.args
     if _is_its_own(h) and 0 not in shape(n):

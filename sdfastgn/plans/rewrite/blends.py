@@ -41,9 +41,9 @@ def blended(r: Rewriter, n: Any) -> Node | None:
 
 
 def _weighted(m: Any) -> tuple[Node, Node] | None:
-    """Returns (x, factor) if ``m`` is x times a factor of one number, or of one for each frame. Else None.
+    """Returns (x, factor) if ``m`` is x * factor, and the factor has one number, or one for each frame.
 
-    It also returns None if several nodes read the product ``m``.
+    Returns None otherwise, and also if several nodes read the product ``m``.
     """
     if not has(m, aten.mul.Tensor) or not is_only(m) or rank(m) not in (4, 5):
         return None

@@ -73,7 +73,7 @@ class Source(NamedTuple):
 
     @property
     def mode(self) -> str | None:
-        """The mode of ``steps.frames`` for pads in the modes ``of_time`` and ``of_image``, or None."""
+        """The mode of ``steps.frames`` for the pad modes ``of_time`` and ``of_image``; None: it has none."""
         for (time, image), name in _MODES.items():
             if self.of_time in (None, time) and self.of_image in (None, image):
                 return name
@@ -260,7 +260,8 @@ def _without_pad(source: Source) -> Source | None:
             return None
         source = source._replace(front=front, back=back, of_time=mode)
     if top or left:
-        # ``steps.frames`` adds no rows and columns to frames that it returns for a video's next chunk.
+        # ``steps.frames`` adds no rows and columns to frames that it returns for a video's next chunk. So the
+        # pad stays if the model keeps padded frames.
         if source.of_image is not None or kept:
             return None
         source = source._replace(border=(top, left), of_image=mode)

@@ -53,7 +53,7 @@ class _Part(NamedTuple):
         return self.weight is not None or self.layer
 
     def after(self, norm: _Part) -> _Part:
-        """Returns this part, a rotary embedding, with the norm of the part ``norm`` before the embedding."""
+        """Returns a part that applies the norm of ``norm``, and then the rotary embedding of this part."""
         return self._replace(weight=norm.weight, eps=norm.eps, bias=norm.bias, layer=norm.layer)
 
 

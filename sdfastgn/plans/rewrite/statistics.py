@@ -135,7 +135,7 @@ def known_statistics(r: Rewriter, n: Any) -> Node | None:
     if not has(x, operator.getitem) or x.args[1] != 0 or not has(x.args[0], *_EMITS):
         return None
     if _is_of_frames(n) and rank(x) == 5 and shape(x)[2] > 1:
-        return None  # the kernel has statistics of the whole video, but the norm needs those of each frame
+        return None  # the kernel would compute statistics of the whole video, and the norm needs each frame's
     writer = x.args[0]
     writer.update_arg(_EMITS[writer.target], True)
     known = next((u for u in writer.users if u.args[1] == 1), None) or r.new(operator.getitem, (writer, 1))

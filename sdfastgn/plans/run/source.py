@@ -125,8 +125,8 @@ class _Writer:
         self.tensors: dict[str, _Source] = {}
         self.addresses: dict[str, str] = {}
         self.known: dict[Any, str] = {}  # place, memory or object -> its name in the function
-        # Which operand is the first at a place, or in a memory with or without a certain dtype. The value has
-        # the index of the operand, or the indices of operands that lie side by side, and their place.
+        # Maps a place, a (memory, dtype) or a memory to the first operand there: (its index in a tuple, its
+        # place). For operands that lie side by side: (their indices, their common place).
         self.owners: dict[Any, tuple[tuple[int, ...], Place]] = {}
         rows = [((i,), place) for i, place in enumerate(recording.operands)]
         for row, place in (*rows, *((row, place) for place, row in recording.rows.items())):

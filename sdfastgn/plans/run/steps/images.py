@@ -85,7 +85,10 @@ def mean_windows(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def upsample(x: Tensor, times: Sequence[int], first_once: bool) -> Tensor:
-    """Repeats each element along the spatial axes. ``first_once``: frame 0 is not repeated along time."""
+    """Repeats each element along the spatial axes, as often as ``times`` says for each axis.
+
+    ``first_once``: True if frame 0 of a video is not repeated along time.
+    """
     if tuple(times) == (2, 2):
         return nearest_op.upsample_nearest_2x(_in_channels_last(x))
     if first_once or (x.dim() == 5 and times[0] == 1):
@@ -352,7 +355,7 @@ def frames(
     x, operands = _in_channels_last(x), None
     if isinstance(norm, Group) and norm.pads_first:
         norm = norm._replace(statistics=_padded_statistics(norm.statistics, x, front, back))
-        if norm.statistics is None:  # no sums for mean and variance of the padded x: pad x in its own pass
+        if norm.statistics is None:  # no statistics: another pass pads x, and the norm reads padded x
             x = pad_frames_op.pad_frames(x, front=front, back=back, mode=mode)[0]
             front, back, norm = 0, 0, norm._replace(pads_first=False)
     elif isinstance(norm, Group):
@@ -380,7 +383,9 @@ def frames(
 def _statistics_of(statistics: Any, samples: int, positions: int) -> Any:
     """Turns statistics of each frame into statistics of each sample, for a GroupNorm.
 
-    Statistics are sums over chunks of positions. None if the chunks of a frame differ in size.
+    Statistics are sums over chunks of positions. ``samples``: number of samples. ``positions``: number of
+    positions of a sample. Statistics that are of samples already are returned as they are. Returns None if
+    the chunks of a frame differ in size.
     """
     if statistics is None or statistics.shape[1] == samples:
         return statistics
@@ -393,8 +398,8 @@ def _statistics_of(statistics: Any, samples: int, positions: int) -> Any:
 def _padded_statistics(statistics: Any, x: Tensor, front: int, back: int) -> Any:
     """Computes sums for mean and variance of x, padded with copies of its first and last frame.
 
-    ``front``, ``back``: the numbers of copies. ``statistics``: the sums of each frame of x, or None. Returns
-    None if a GroupNorm's kernel could not use the result.
+    ``front``, ``back``: the numbers of copies. ``statistics``: the sums of each frame of x. If it is None,
+    they are computed here. Returns None if a GroupNorm's kernel could not use the result.
     """
     N, _, T, H, W = x.shape
     if statistics is None:
