@@ -78,7 +78,9 @@ class Made:
 class Plans:
     """The plans of one module for one state of its code.
 
-    If functions that the code calls are replaced, the module gets another ``Plans``. Keys of the dicts are made from a call's arguments and from settings. Calls with equal keys share a plan.
+    If functions that the code calls are replaced, the module gets another ``Plans``.
+
+    Keys of the dicts are made from a call's arguments and from settings. Calls with equal keys share a plan.
 
     Attributes:
         guard: compares the module with its state during the traces.
@@ -111,8 +113,8 @@ class Plans:
     def check_is_worth_it(self) -> None:
         """Raise Unsupported if another trace would probably save no time.
 
-            If calls hardly ever repeat, only the 32nd, 64th, 128th, ... call that has no plan is traced. While there
-        are ``MAX_PLANS`` plans and all are in use, no call is traced.
+        If calls hardly ever repeat, only the 32nd, 64th, 128th, ... call that has no plan is traced. While
+        there are ``MAX_PLANS`` plans, all of them in use, no call is traced.
         """
         self.new_kinds += 1
         if self.new_kinds > _NEW_KINDS and self.new_kinds.bit_count() > 1:

@@ -127,10 +127,7 @@ def _added(r: Rewriter, total: Any, end: Node, divisor: float) -> Node:
 
 
 def activated_sum(r: Rewriter, n: Any) -> Node | None:
-    """Replaces activation(sum) by one step. None if another node reads the sum, too.
-
-    A convolution plus its bias also counts as a sum.
-    """
+    """activation(sum) or activation(convolution + bias) -> one step, if nobody else reads the sum."""
     x = n.args[0]
     if not has(x, operator.getitem) or x.args[1] != 0 or not is_only(x):
         return None
