@@ -42,10 +42,11 @@ class Made:
         plan: the plan.
         baked: runs the plan with less CPU time, as generated Python code.
         outcome: makes the result of a call from the tensors that the plan computes.
-        last_use: the number of the call of the module that used the plan last; 0 if none used it again after
-            the first.
+        last_use: the number of the module's call that last used the plan again; 0 if the plan was used only
+            once.
         idle: in how many calls in a row up to now the GPU was done before Python.
-        masks: the attention masks that some calls may not need. None if every call needs all masks.
+        masks: the attention masks that some calls may not need. None if there are none, or if the plan runs a
+            batch in slices.
         unmasked: for each combination of masks that are not needed, the plan that does not read them.
     """
 
