@@ -46,7 +46,7 @@ Call = Callable[[], Tensor]
 
 
 def planned(root: nn.Module) -> list[PlannedForward]:
-    """Replaces forwards of ``root`` and its children by plans, even of a model that ``optimize`` gives none.
+    """Replaces the forwards of ``root`` and its children by plans, even if ``optimize`` would not.
 
     A plan is a module's own code, traced and rewritten to a list of kernels. Returns the replacements.
     """
@@ -143,9 +143,9 @@ def _peak_gb(call: Call, device: torch.device, others: int) -> float | None:
 
 
 def _in_graphs(calls: dict[str, Call], device: torch.device) -> dict[str, float]:
-    """Captures each call as a CUDA graph. Returns the median milliseconds of a replay of each graph.
+    """Captures each call as a CUDA graph. Returns {name of the call: median milliseconds of a replay}.
 
-    A call that cannot be captured is left out. On the CPU the dict is empty.
+    A call that cannot be captured is left out. On the CPU the result is empty.
     """
     if device.type != "cuda":
         return {}

@@ -2,7 +2,7 @@
 
 When diffusers imports its first model class, it also imports accelerate, peft, transformers, SciPy and
 torch's compiler, which takes seven seconds. A process that leaves these out can neither load an adapter nor
-compile. So this is only for processes that do nothing but inspect models or their source code.
+compile. So this file is only for processes that do nothing but inspect models or their source code.
 """
 
 from __future__ import annotations

@@ -68,8 +68,9 @@ def run_bench(
     Returns the exit code: 0 if at least one row has times and no output was wrong, else 1.
 
     The JSON file and the HTML page are written after each row, so the rows of an interrupted run are kept. If
-    a launcher started several processes, they all time pipelines at the same time. Then a config of another
-    part raises OptionError, only the main process prints, and only it may pass paths of files.
+    a launcher started several processes, they all time a pipeline at the same time. In this case a config
+    whose ``part`` is not "pipeline" raises OptionError. Only the main process prints, and only the main
+    process may pass paths of files.
     """
     if not launched():
         return _run_bench(configs, variants, json, plot, html)

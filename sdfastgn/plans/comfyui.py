@@ -116,9 +116,10 @@ def text_of(patcher: Any, has_run: bool = True) -> str:
 
 
 def _untested_unet(patcher: Any) -> list[Untested]:
-    """Lists the untested code because of which the calls of a UNet run as plans. Empty if they do not.
+    """Lists the untested code because of which the calls of a UNet run as plans.
 
-    They do not if other nodes of ComfyUI have put code of their own into the calls.
+    The list is empty if there is no such code, or if other nodes of ComfyUI have put code into the calls,
+    which then run without plans.
     """
     options = patcher.model_options.get("transformer_options", {})
     return comfyui_unet.untested_in(root_of(patcher)) if has_no_patches(options) else []
@@ -148,7 +149,7 @@ def _put_in(patcher: Any) -> None:
         former = _taken_out.pop(root, ())
         planning.install(root, True, TRUSTED, former=former)
         if any(planned.plans for planned in former):
-            # These plans were traced with channels-last weights, so the weights are made channels-last again.
+            # The former plans were traced with channels-last weights. So weights become channels-last again.
             channels_last.lay_out_weights(root)
 
 

@@ -42,10 +42,11 @@ class Made:
         plan: the plan.
         baked: runs the plan with less CPU time, as generated Python code.
         outcome: makes the result of a call from the tensors that the plan computes.
-        last_use: the number of the call of the module that used the plan last; 0 if none used it again after
-            the first.
+        last_use: the number of the module's call that last used the plan again; 0 if the plan was used only
+            once.
         idle: in how many calls in a row up to now the GPU was done before Python.
-        masks: the attention masks that a call may turn out not to need. None if there are none.
+        masks: the attention masks that some calls may not need. None if there are none, or if the plan runs a
+            batch in slices.
         unmasked: for each combination of masks that are not needed, the plan that does not read them.
     """
 
@@ -76,7 +77,9 @@ class Made:
 
 
 class Plans:
-    """The plans of one module, as long as nobody replaces functions that the module's code calls.
+    """The plans of one module for one state of its code.
+
+    If functions that the code calls are replaced, the module gets another ``Plans``.
 
     Keys of the dicts are made from a call's arguments and from settings. Calls with equal keys share a plan.
 
@@ -111,7 +114,8 @@ class Plans:
     def check_is_worth_it(self) -> None:
         """Raise Unsupported if another trace would probably save no time.
 
-        If calls hardly ever repeat, only the 32nd, 64th, 128th, ... call that has no plan is traced.
+        If calls hardly ever repeat, only the 32nd, 64th, 128th, ... call that has no plan is traced. While
+        there are ``MAX_PLANS`` plans, all of them in use, no call is traced.
         """
         self.new_kinds += 1
         if self.new_kinds > _NEW_KINDS and self.new_kinds.bit_count() > 1:

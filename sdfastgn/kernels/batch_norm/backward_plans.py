@@ -171,9 +171,9 @@ _plans: PlanCache[BatchNormGradPlan] = PlanCache()
 
 
 def launch_shared_grads(call: BatchNormGradCall, shared: Shared) -> Gradients:
-    """Computes by Triton kernels the gradients for a batch that several processes share.
+    """Computes by Triton kernels the gradients for this process's part of a batch.
 
-    x must not be empty.
+    Several processes have one part each, and share the statistics of the batch. x must not be empty.
     """
     call = without_gaps(call, gaps_of(call))
     key = plan_key(call, shared.positions)

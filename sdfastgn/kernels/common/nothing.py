@@ -1,6 +1,6 @@
-"""A kernel that does nothing. It is compiled ahead, because Triton's first compilation in a process is slow.
+"""A kernel that does nothing. It is compiled in a thread, before other kernels are needed.
 
-For example, Triton then hashes its own library.
+Triton's first compilation in a process is slow: for example, Triton then hashes its own library.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ class Op:
         ``names``: the arguments that were passed to autograd, in the order of ``ctx.needs_input_grad``.
         ``grads``: the gradients of the results.
         """
-        # Compiled autograd of PyTorch 2.8 traces this code. It supports the fields of a NamedTuple, but not
-        # ``_replace``, ``_make``, ``_asdict``, slices or properties.
+        # Compiled autograd of PyTorch 2.8 traces this code. Of a NamedTuple it supports only the fields, and
+        # not ``_replace``, ``_make``, ``_asdict``, slices or properties. So these are not used here.
         asked = dict(zip(names, ctx.needs_input_grad, strict=False))
         needs = self.arguments(*[asked.get(name, False) for name in self.arguments._fields])
         return tuple(map(self._backward(ctx, needs, *grads).get, names))

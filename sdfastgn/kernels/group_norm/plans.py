@@ -89,8 +89,8 @@ class GroupNormPlan:
     after them ``apply``, which computes y.
 
     Attributes:
-        of_batches: one None for each pointer of ``small`` that only BatchNorm uses.
-        tokens: (N, HW, C), the shape of y, if the call wants tokens, else None.
+        of_batches: what ``small`` gets for the pointers that only BatchNorm uses: a None for each of them.
+        tokens: (N, HW, C), the shape of y if the call wants y as tokens. Otherwise None.
     """
 
     __slots__ = ("apply", "of_batches", "small", "table", "tokens")
@@ -181,7 +181,7 @@ def small_launch(
 def merge_launch(
     call: GroupNormCall, HW: int, chunks: int, tile: MergeConfig, memory: dict[str, int]
 ) -> Launch:
-    """The launch of ``merge_kernel``. A program merges one group, or several groups of one channel.
+    """The launch of ``merge_kernel``. A program merges one group, or several groups of one channel each.
 
     ``memory``: the numbers ``table_offset`` and ``table_plane`` of ``merge_kernel``.
     """

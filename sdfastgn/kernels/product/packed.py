@@ -80,7 +80,7 @@ def span(allocation: torch.UntypedStorage, parts: Sequence[Tensor]) -> Tensor | 
         if part.data_ptr() != end or part.dtype != dtype or not part.is_contiguous():
             return None
         own = part.shape
-        if own == shape:  # usual, and faster to test than the slices ``own[1:]``
+        if own == shape:  # equal shapes are usual, and faster to compare than slices
             end += size
         elif own[1:] == columns:
             end += part.nbytes

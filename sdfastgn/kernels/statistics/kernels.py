@@ -108,7 +108,7 @@ def _tile(
     elif residual_ptr is not None:
         x += _load(residual_ptr + x_offsets, mask).to(tl.float32)
     if (factors_ptr is None) and ((residual_ptr is not None) or (bias_ptr is not None)):
-        x = _masked((x + bias) * scale, mask)  # masked elements are set to 0 again, after the bias
+        x = _masked((x + bias) * scale, mask)  # masked elements, changed by the bias, become 0 again
     x = activate(x, ACTIVATION, False)  # every activation of 0 is 0, so masked elements stay 0
     if y_ptr is not None:
         y = x.to(y_ptr.dtype.element_ty)

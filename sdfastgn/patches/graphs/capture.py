@@ -356,7 +356,7 @@ class CudaBackend:
     def rehearse(self, fn: Callable[[], Any]) -> None:
         def call() -> None:
             fn()
-            # The driver loads the code for matrix products while other threads compile kernels.
+            # Other threads still compile kernels. Meanwhile the driver can load the code for matrix products.
             load_algorithms()
 
         with torch.cuda.device(self._device), chosen_after():

@@ -263,7 +263,7 @@ def reason_now(module: nn.Module) -> str | None:
 
 
 def reason_without_graphs(module: nn.Module) -> str | None:
-    """Why this thread can run calls of ``module`` neither as CUDA graphs nor as plans now; None if it can.
+    """Why this thread can now run no call of ``module`` as a CUDA graph or plan; None if it can run some.
 
     A plan is the module's own code, traced once and rewritten to sdfastgn's kernels.
     """

@@ -399,7 +399,7 @@ def reason_of_error(error: Exception) -> str:
 
 
 class Comparison(Protocol):
-    """The methods of the objects with which a ``Watch`` compares a model. Each compares one kind of state."""
+    """An object with which a ``Watch`` records one kind of a model's state, and later compares the model."""
 
     def freeze(self) -> None: ...
 
@@ -480,9 +480,9 @@ def _has_slots(kind: type) -> bool:
 
 
 def _own_values(root: nn.Module, skipped: frozenset[str]) -> list[Any]:
-    # Each call of the model makes a new list. If a Watch kept the root's ``__dict__`` instead, the Watch and
-    # the dict would form a reference cycle, and a deleted model would stay in memory until the next garbage
-    # collection.
+    # Each comparison makes a new list of the root's attributes. If a Watch kept the root's ``__dict__``
+    # instead, the Watch and the dict would form a reference cycle, and a deleted model would stay in memory
+    # until the next garbage collection.
     return [
         part
         for name, value in vars(root).items()

@@ -267,7 +267,8 @@ def merged_layer(layer: nn.Module) -> Any:
     if group is None:
         raise RuntimeError("an adapter changed during the call")
     if _is_capturing(source.weight):
-        # Other code is capturing this call as a CUDA graph. Its graph would merge again at each replay.
+        # Other code is capturing this call as a CUDA graph. If the weights were merged now, each replay of
+        # the graph would merge them again.
         return None
     try:
         record = _written(group, layer, factor)
@@ -277,7 +278,7 @@ def merged_layer(layer: nn.Module) -> Any:
         return None
     if record is None:
         return None
-    record.wait()  # the next write of merged weights then waits for the current stream
+    record.wait()  # this also makes the next write of merged weights wait for this stream
     return record.layer
 
 
@@ -304,11 +305,11 @@ def _is_capturing(weight: Tensor) -> bool:
 def _group_of(layer: nn.Module, weight: Tensor) -> _Siblings:
     """Returns the object for all LoRA layers of the model that contains ``layer``.
 
-    If a call of the model begins with ``layer``, outdated merged weights are marked first: the contents of
-    the tensors behind them are compared.
+    If a call of the model begins with ``layer``, merged weights are first marked as outdated if the tensors
+    behind them have other contents now. This is not done while a CUDA graph is captured.
     """
     group = _siblings.get(layer)
-    if group is None:  # a copy or a pickle of a layer, which ``adopt`` has not seen yet
+    if group is None:  # a copied or unpickled layer, which ``adopt`` has not seen, is alone
         group = _siblings[layer] = _Siblings([layer])
     if group.calls.begins(layer) and not _is_capturing(weight):
         group.compare()

@@ -43,7 +43,7 @@ def _all_of_one(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node |
 
 
 def _moved_parts(r: Rewriter, n: Node, parts: Sequence[Node], dim: int) -> Node | None:
-    """Replaces a cat of parts by views of the tensor that was cut into them along another axis."""
+    """Replaces a cat of all parts of a tensor, which was cut along another axis, by views of the tensor."""
     cuts: list[Any] = [_unshaped(p) for p in parts]
     whole, count = _joined(cuts, cuts[0].args[1]) if has(cuts[0], steps.cut) else None, len(cuts)
     if whole is None or any(shape(p) != shape(parts[0]) for p in parts):

@@ -1,4 +1,4 @@
-"""Rules for convolutions of images and videos: about padding, upsampling and biases beside a convolution.
+"""Rules for convolutions of images and videos, with the padding, upsampling or bias before or after them.
 
 A rule is a function that replaces one node of a graph by a faster one. ``_RULES`` lists the rules that are
 called for each convolution. ``frames.py`` has the rules about pads, caches and norms before a convolution of

@@ -152,7 +152,7 @@ def _part(n: Node, index: int, D: int, halves: bool) -> Node | None:
 def _turned(n: Node) -> _Rotation | None:
     """Recognizes a rotary embedding written as x * cos + turned * sin. None for other nodes.
 
-    ``turned`` is x with the two elements of each pair exchanged, and the one that then comes first negated.
+    ``turned`` has the pair (-b, a) in place of each pair (a, b) of x.
     """
     to = shape(n)
     for p, q in operands(n):
@@ -167,7 +167,7 @@ def _turned(n: Node) -> _Rotation | None:
 
 
 def _is_turned(n: Any, x: Node, to: tuple[int, ...], halves: bool) -> bool:
-    """True if ``n`` is x with the two elements of each pair exchanged, and then the first one negated."""
+    """True if ``n`` has the pair (-b, a) in place of each pair (a, b) of x."""
     D = to[-1]
     joined = to if halves else (*to[:-1], D // 2, 2)
     if not has(n, steps.cat) or shape(n) != joined or n.args[1] != rank(n) - 1 or len(n.args[0]) != 2:

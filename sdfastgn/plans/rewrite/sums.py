@@ -139,7 +139,7 @@ def activated_sum(r: Rewriter, n: Any) -> Node | None:
 
 
 def shifted_norm(r: Rewriter, n: Any) -> Node | None:
-    """Lets a norm add the bias, or an embedding of one number per channel, that is added to its input.
+    """Moves the addition of a bias, or of an embedding of one number per channel, from before a norm into it.
 
     The norm takes the bias or embedding as its argument ``shift``.
     """

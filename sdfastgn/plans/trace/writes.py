@@ -1,7 +1,7 @@
 """Turns in-place ops into ops without writes, as the graph of a trace needs them.
 
-For an in-place op it finds the op that computes the same as a new tensor. After a write into a view, it finds
-the op that computes the new value of the tensor of which it is a view.
+For an in-place op, this file finds the op that returns the same values as a new tensor. For a write into a
+view of a tensor, it finds the op that computes the new value of the whole tensor.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def written(op: Any) -> tuple[tuple[int, str, bool], ...]:
 def functional_form(op: Any) -> Any:
     """Returns the op that computes what ``op`` writes, but as a new tensor. None if there is none.
 
-    It takes the same arguments, except ``out``. For example, it is ``aten.add.Tensor`` for
-    ``aten.add_.Tensor``.
+    The returned op takes the same arguments, except ``out``. For example, ``aten.add_.Tensor`` gives
+    ``aten.add.Tensor``.
     """
     schema = schema_of(op)
     namespace, _, name = schema.name.partition("::")

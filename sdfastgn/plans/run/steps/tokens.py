@@ -154,7 +154,8 @@ def attention_to_first(
 
     ``keys``: integers on the CPU. Either (1,), or, if q, k and v are (N, H, S, D), one for each sample (N,).
     """
-    # ``int`` runs an op, from which a recording sees that this step reads values. ``tolist`` would run none.
+    # ``int`` runs an op. So the recording of a plan's ops notices that this step reads a tensor's values.
+    # ``tolist`` would run no op.
     counts = [int(n) for n in keys]
     if len({*counts}) > 1:
         samples = zip(*(t.split(1) for t in (q, k, v, keys)), strict=True)
