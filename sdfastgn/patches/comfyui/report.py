@@ -108,9 +108,9 @@ def _why_not_faster(patcher: Any, root: nn.Module) -> str | None:
 
 
 def why_stock(patcher: Any, root: nn.Module) -> str | None:
-    """Why the whole model runs ComfyUI's code, for a reason that is not in the model; None if there is none.
+    """Why the whole model must run ComfyUI's code; None if modules of the model may be fused.
 
-    Such reasons are a missing GPU, too little memory, or a model that no node of sdfastgn has optimized.
+    For instance, there is no GPU or too little memory, or no node of sdfastgn has optimized the model.
     """
     if KEY not in patcher.injections:
         return "It does not come from a node of sdfastgn that optimizes"

@@ -29,8 +29,8 @@ from sdfastgn.patches.code.states import replaced_in_calls
 # The name under which a ``ModelPatcher`` has sdfastgn's wrapper around the function that loads the model.
 _KEY = "sdfastgn stays"
 # A dict from a model to the ``StayingPatcher`` that has injected it last. After an ejection the model has no
-# entry. The attribute ``is_injected`` of a ``ModelPatcher`` does not tell this, because a clone gets a copy
-# of the attribute.
+# entry. The attribute ``is_injected`` does not show which ``ModelPatcher`` has injected the model, because a
+# clone gets a copy of the attribute.
 _injected_by: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StayingPatcher]] = weakref.WeakKeyDictionary()
 
 
@@ -86,7 +86,7 @@ class StayingPatcher(ModelPatcher):
         if was_ejected:
             self.eject_model()
 
-    # ---- methods by which ComfyUI changes the model. Before the change, an ejection that was ignored is done
+    # ---- methods by which ComfyUI changes the model. Each first ejects the model if an ejection was ignored
 
     def load(self, *args: Any, **options: Any) -> Any:
         self.leave()

@@ -114,7 +114,7 @@ def _on_host(scheduler: Any, timestep: Any) -> Any:
 
 
 def _on_device(scheduler: Any, timestep: Any) -> Any:
-    """Returns ``timestep`` on the GPU if it came from ``_on_host``, else ``timestep`` itself."""
+    """Returns ``timestep`` on the GPU if it is an element of the copy on the CPU, else ``timestep``."""
     known = _copies.get(scheduler)
     index = None if known is None else _index(timestep, known.on_host)
     return timestep if known is None or index is None else known.table[index]
