@@ -129,8 +129,8 @@ def staying(patcher: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        # ComfyUI takes a model off its list of loaded models before it loads the model again. After an error
-        # in between, the model is not in the list, so it is ejected here.
+        # ComfyUI takes a model off its list of loaded models before it loads the model again. If the load
+        # fails, the model is not in the list, so it is ejected here.
         if not any(each.model is patcher for each in model_management.current_loaded_models):
             patcher.is_ejected = True
         patcher.leave()
@@ -144,7 +144,8 @@ def stay_fused(patcher: Any) -> None:
     """
     if type(patcher) is ModelPatcher:
         patcher.__class__ = StayingPatcher
-    # Old releases of ComfyUI have no wrappers around the function that loads the sampler's model.
+    # Old releases of ComfyUI have no wrappers around the function that loads the sampler's model. With them the
+    # model does not stay fused between runs.
     if isinstance(patcher, StayingPatcher) and hasattr(WrappersMP, "PREPARE_SAMPLING"):
         patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, _KEY)
         patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, _KEY, _load)
