@@ -144,8 +144,8 @@ def stay_fused(patcher: Any) -> None:
     """
     if type(patcher) is ModelPatcher:
         patcher.__class__ = StayingPatcher
-    # Old releases of ComfyUI have no wrappers around the function that loads the sampler's model. With them the
-    # model does not stay fused between runs.
+    # Old releases of ComfyUI have no wrappers around the function that loads the sampler's model. With
+    # these releases the model does not stay fused between runs.
     if isinstance(patcher, StayingPatcher) and hasattr(WrappersMP, "PREPARE_SAMPLING"):
         patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, _KEY)
         patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, _KEY, _load)

@@ -209,8 +209,8 @@ def _overrides(stock: Any) -> dict[str, Any]:
 FUSION = ObjectFusion(
     "host_timesteps",
     module=__name__,
-    # The fusion runs only with tested code of these methods: the methods that it replaces, and all others that
-    # read the timestep or copy tensors to the GPU.
+    # The fusion runs only with tested code of these methods: the methods that it replaces, and all others
+    # that read the timestep or copy tensors to the GPU.
     sources=(
         tested(PNDMScheduler, "set_timesteps", "step", "step_prk", "step_plms", "_get_prev_sample"),
         tested(DDIMScheduler, "set_timesteps", "step", "_get_variance"),
