@@ -195,7 +195,7 @@ class Optimized(Generic[T]):
             left = put_back(before, others)
             known = {id(was.component) for was in before}
             for name, part in patcher.parts_ever_of(self._obj):
-                if id(part) not in known:  # the pipeline got ``part`` inside the block
+                if id(part) not in known:  # the pipeline got ``part`` inside the block: it is restored too
                     left += patcher.undo(part, name)
         if left:
             _warn(_left_over("optimized", left))
@@ -331,8 +331,8 @@ def report(obj: Any) -> Report:
 def _entries(was: Found, planned: set[str]) -> Iterator[Entry]:
     """Yields an entry of the report for each module of a component and each fusion for such modules.
 
-    ``was``: what was found in the component. ``planned``: names of the components that run as plans, which
-    are traced lists of kernels.
+    ``was``: the component, and what was found about each module in it. ``planned``: names of the components
+    that run as plans, which are traced lists of kernels.
     """
     for f in was.findings:
         # One reason not to fuse a model is that PyTorch repeats the borders of videos slowly in
@@ -416,13 +416,13 @@ def _optimize(call: str, obj: Any, options: Options) -> tuple[list[Found], WeakS
         with _changing(call, changing):
             try:
                 for was in before:
-                    # If nothing in a model is fused, its convolutions are faster in their present layout. The
-                    # first plan, a traced list of kernels, makes them channels-last.
+                    # Without fused modules, convolutions are faster in their present layout. They keep it.
+                    # Later the model's first plan, a traced list of kernels, makes them channels-last.
                     waits = was.name not in found.roots or (not was.findings and was.gets_plans)
                     patcher.apply(was.component, was.findings, obj, lays_out=not waits)
                 if options.verify:
                     _tell(call, verdicts(obj), options.strict)
-                    again = survey(call, obj, options).models  # a wrong module has its original code again
+                    again = survey(call, obj, options).models  # survey again: wrong modules were restored
                     every = {name: again[name] for name in every}
                 _set_options(every.values(), options)
                 # From now on ``moves.py`` notices when a model of a pipeline moves between devices, even if

@@ -116,7 +116,9 @@ def load(config: BenchConfig) -> Any:
 
 
 def component(config: BenchConfig, name: str) -> tuple[Any, int]:
-    """Return (module ``name`` with the config's weights, pixels along a side of one latent).
+    """Return the module ``name`` with the config's weights, and the scale of its latents.
+
+    The scale is the width of an image in pixels, divided by the width of its latent.
 
     ``name``: ``"unet"`` or ``"vae"``. Raises OptionError if a loaded pipeline has no such module.
     """

@@ -33,8 +33,7 @@ _MOST_GROWTHS = 4
 # for later calls in them, so they never count as state.
 _OF_ALL = frozenset(vars(nn.Module()))
 
-# For the dotted path of each module in which calls keep tensors: the names and values of those of its
-# attributes that count as state.
+# Dotted path of a module in which calls keep tensors -> {name: value} of the attributes that count as state.
 Held = dict[str, dict[str, Any]]
 
 

@@ -19,7 +19,8 @@ from sdfastgn.program import writing
 
 # Colors that can be told apart in print and by the color-blind (Okabe and Ito).
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
-# Category -> its color in every picture. Unknown kernels and gaps are gray.
+# Category of kernels, such as convolutions -> its color in every picture. Unknown kernels, and gaps without a
+# kernel, are gray.
 CATEGORY_COLORS = {**dict(zip(CATEGORIES, COLORS, strict=False)), OTHER: "#555555", GAPS: "#DDDDDD"}
 
 

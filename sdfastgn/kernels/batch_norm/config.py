@@ -47,8 +47,8 @@ _SMALL_PER_WARP = 1024
 # Maximum number of channels of a program of a merge kernel, which combines all partial results of a channel.
 # In fp32 these channels are a whole 32-byte sector of memory.
 _MERGE_CHANNELS = 8
-# Minimum number of channels of a program of a kernel that merges the partial results of channels, if there
-# are many for each channel.
+# Minimum number of channels of a merge kernel's program. Programs have so few channels only if each channel
+# has many partial results.
 _MERGE_MIN_CHANNELS = 2
 # Maximum number of elements of a tile of (partial results, channels) of a kernel that merges partial results.
 # A program that needs several tiles waits for memory at each tile.

@@ -163,7 +163,7 @@ class ApplyConfig:
 
     @property
     def few(self) -> bool:
-        """True if a program has the number of warps for few tiles.
+        """True if a program has ``_APPLY_WARPS_OF_FEW_TILES`` warps.
 
         That is so in a channels-last forward with few tiles, and in every backward. In a forward with few
         tiles, registers do not limit how many programs run at once. So the forward's kernel may then have a

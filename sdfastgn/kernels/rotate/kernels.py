@@ -4,8 +4,8 @@ A program has some whole rows in registers. Tensors:
 
 - ``x``, ``y``: (A, B, C, D), fp16, bf16 or fp32, with contiguous rows;
 - ``cos``, ``sin``: (A, B, C, D) or (A, B, C, D / 2), of any strides. A stride is 0 where one element is
-  used along a whole axis. If only ``sin`` is None, ``cos`` has cosine and sine of each pair in turns. If both
-  are None, rows are not rotated;
+  used along a whole axis. If only ``sin`` is None, ``cos`` has the cosine of the first pair, its sine, the
+  cosine of the second pair, and so on. If both are None, rows are not rotated;
 - ``weight``, ``bias``: (D,), the parameters of the norm. Each may be None.
 
 Strides of x and y are in units of ``VECTOR`` elements, and strides of the tables cos and sin in units of
@@ -58,8 +58,8 @@ def _rotate_kernel(
 ):  # fmt: skip
     """A program computes ``BLOCK_R`` rows of y.
 
-    ``HALVES``: True if a pair has an element of each half of a row, False if a pair has two neighbors.
-    ``SHARED``: 2 if both elements of a pair use the same number of a table, else 1. ``COS_STEP``,
+    ``HALVES``: True if a pair is one element from each half of a row, False if a pair is two neighboring
+    elements. ``SHARED``: 2 if both elements of a pair use the same number of a table, else 1. ``COS_STEP``,
     ``SIN_STEP``: strides of the last axis of cos and sin. ``KIND``: the kind of norm, "rms", "layer" or
     "none".
     """

@@ -57,7 +57,7 @@ class Guard:
                 and list(map(_inside, self._functions)) == self._insides
                 and all(map(operator.is_, map(content_of, self._cells), self._contents))
             )
-        except Exception:  # raised because a name was removed, or raised by the ``__eq__`` of a user's class
+        except Exception:  # a name was removed, or a user's ``__eq__`` failed: it counts as changed
             return False
 
     def changed(self) -> list[Entry]:

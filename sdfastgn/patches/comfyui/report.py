@@ -108,9 +108,9 @@ def _why_not_faster(patcher: Any, root: nn.Module) -> str | None:
 
 
 def why_stock(patcher: Any, root: nn.Module) -> str | None:
-    """Why the whole model runs ComfyUI's code, for a reason that is not in the model; None if there is none.
+    """Why the whole model must run ComfyUI's code; None if modules of the model may be fused.
 
-    Such reasons are a missing GPU, too little memory, or a model that no node of sdfastgn has optimized.
+    For instance, there is no GPU or too little memory, or no node of sdfastgn has optimized the model.
     """
     if KEY not in patcher.injections:
         return "It does not come from a node of sdfastgn that optimizes"
@@ -149,7 +149,7 @@ def parts_of(root: nn.Module) -> tuple[Counter[str], dict[str, Counter[str]]]:
 def findings_in(
     root: nn.Module, fusions: Sequence[Fusion] = CLAIMING
 ) -> Iterator[tuple[nn.Module, Fusion, str | None]]:
-    """Yields (module, fusion, reason) for each module in ``root`` and each of ``fusions`` that is for it.
+    """Yields (module, fusion, reason) for each module in ``root`` and each of ``fusions`` for this module.
 
     ``reason`` says why the module runs ComfyUI's code; it is None if the module is or can be fused. Outer
     modules come first.
@@ -163,7 +163,7 @@ def findings_in(
 def untested_in(root: nn.Module) -> list[Untested]:
     """Returns each reason why modules of ``root`` are not fused because ComfyUI's code was never tested.
 
-    Reasons about the tiled decode's code are left out, because no other call runs this code.
+    Reasons about the tiled decode's code are left out, because only a tiled decode runs this code.
     """
     unknown = [each for each in CLAIMING if each not in AUTOENCODERS and unknown_source(*each.sources)]
     found = (reason for _, _, reason in findings_in(root, unknown))

@@ -29,8 +29,8 @@ from sdfastgn.patches.code.states import replaced_in_calls
 # The name under which a ``ModelPatcher`` has sdfastgn's wrapper around the function that loads the model.
 _KEY = "sdfastgn stays"
 # A dict from a model to the ``StayingPatcher`` that has injected it last. After an ejection the model has no
-# entry. The attribute ``is_injected`` of a ``ModelPatcher`` does not tell this, because a clone gets a copy
-# of the attribute.
+# entry. The attribute ``is_injected`` does not show which ``ModelPatcher`` has injected the model, because a
+# clone gets a copy of the attribute.
 _injected_by: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StayingPatcher]] = weakref.WeakKeyDictionary()
 
 
@@ -86,7 +86,7 @@ class StayingPatcher(ModelPatcher):
         if was_ejected:
             self.eject_model()
 
-    # ---- methods by which ComfyUI changes the model. Before the change, an ejection that was ignored is done
+    # ---- methods by which ComfyUI changes the model. Each first ejects the model if an ejection was ignored
 
     def load(self, *args: Any, **options: Any) -> Any:
         self.leave()
@@ -129,8 +129,8 @@ def staying(patcher: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        # ComfyUI takes a model off its list of loaded models before it loads the model again. After an error
-        # in between, the model is not in the list, so it is ejected here.
+        # ComfyUI takes a model off its list of loaded models before it loads the model again. If the load
+        # fails, the model is not in the list, so it is ejected here.
         if not any(each.model is patcher for each in model_management.current_loaded_models):
             patcher.is_ejected = True
         patcher.leave()
@@ -144,7 +144,8 @@ def stay_fused(patcher: Any) -> None:
     """
     if type(patcher) is ModelPatcher:
         patcher.__class__ = StayingPatcher
-    # Old releases of ComfyUI have no wrappers around the function that loads the sampler's model.
+    # Old releases of ComfyUI have no wrappers around the function that loads the sampler's model. With
+    # these releases the model does not stay fused between runs.
     if isinstance(patcher, StayingPatcher) and hasattr(WrappersMP, "PREPARE_SAMPLING"):
         patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, _KEY)
         patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, _KEY, _load)

@@ -43,7 +43,7 @@ class Counts:
     def note(self, product: Product, quantizer: Tensor) -> None:
         """Record that a kernel has written E4M3 with ``quantizer``, a tensor with a scale and a count.
 
-        No other call uses this tensor.
+        The tensor belongs to this call alone, so a later copy to the CPU still has the call's count.
         """
         self._written.append((product, quantizer, _stream_of(quantizer)))
 

@@ -219,7 +219,7 @@ def _has_layer_norms(block: Any) -> bool:
 
 
 def _normed(call: Any, reader: Any, *operands: Any) -> Any:
-    """Runs ``call`` on ``operands``: it computes a norm, or a sum and the norm of the sum.
+    """Calls ``call``, which computes a norm of ``operands``, or their sum and its norm.
 
     Under autocast, ``reader`` is the attention or feed-forward network that reads the result. If all layers
     that read the result cast it to half precision anyway, the norm's kernel writes half precision. Without

@@ -100,8 +100,8 @@ def pointwise(conv: Any, x: Tensor) -> Tensor:
     if product is None:
         return conv(x)
     N, C, H, W = x.shape
-    # Without ``as_strided``, x and the result would each need two calls such as ``permute`` and ``view``. One
-    # such call takes half as much CPU time as a kernel launch.
+    # Without ``as_strided``, x and the result would each need two calls, such as ``permute`` and ``view``.
+    # One of them takes half as much CPU time as a kernel launch.
     rows = linear(x.as_strided((N * H * W, C), (C, 1)), *product)
     C = rows.shape[1]
     return rows.as_strided((N, C, H, W), (H * W * C, 1, W * C, C))

@@ -134,7 +134,8 @@ def _refusal_of(tensors: list[Tensor], device: Any) -> str | None:
 def adapter_of(layer: nn.Module, source: Source, name: str) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Returns (A, B, bias of B or None) of the adapter ``name``. None if the adapter cannot be merged.
 
-    ``source``: a ``Source`` of peft's LoRA layer ``layer``, which may be for other adapters.
+    ``layer``: peft's LoRA layer. ``source``: a ``Source`` of ``layer`` for any adapters. Only the model's own
+    layer and its weight are read from it.
     """
     pair = _pair(layer, type(source.base), name)
     if isinstance(pair, str) or _refusal_of([t for t in pair[:3] if t is not None], source.weight.device):

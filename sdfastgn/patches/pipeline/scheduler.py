@@ -114,7 +114,7 @@ def _on_host(scheduler: Any, timestep: Any) -> Any:
 
 
 def _on_device(scheduler: Any, timestep: Any) -> Any:
-    """Returns ``timestep`` on the GPU if it came from ``_on_host``, else ``timestep`` itself."""
+    """Returns ``timestep`` on the GPU if it is an element of the copy on the CPU, else ``timestep``."""
     known = _copies.get(scheduler)
     index = None if known is None else _index(timestep, known.on_host)
     return timestep if known is None or index is None else known.table[index]
@@ -209,7 +209,8 @@ def _overrides(stock: Any) -> dict[str, Any]:
 FUSION = ObjectFusion(
     "host_timesteps",
     module=__name__,
-    # Methods that the fusion replaces, and all others that read the timestep or copy tensors to the GPU.
+    # The fusion runs only with tested code of these methods: the methods that it replaces, and all others
+    # that read the timestep or copy tensors to the GPU.
     sources=(
         tested(PNDMScheduler, "set_timesteps", "step", "step_prk", "step_plms", "_get_prev_sample"),
         tested(DDIMScheduler, "set_timesteps", "step", "_get_variance"),

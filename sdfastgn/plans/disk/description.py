@@ -97,7 +97,7 @@ class Description:
             self._text.append(value.name)
             self.add(value.value)
         elif isinstance(value, tuple) or self.is_new(value):
-            # A tuple is described wherever it occurs: it does not matter whether equal tuples are one object.
+            # A tuple is described at each occurrence: whether equal tuples are one object does not matter.
             self._add_object(kind, value)
 
     def add_class(self, kind: type) -> None:

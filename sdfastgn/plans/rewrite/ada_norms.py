@@ -214,7 +214,7 @@ def _sum(n: Node) -> _Sum | None:
         for b, gate in _operands(added, aten.mul.Tensor, n):
             is_activated = any(has(uncast(t, n), *ACTIVATIONS) for t in (b, gate))
             if gate is not None and is_activated and shape(gate) == shape(n):
-                continue  # ``steps.gated`` replaces value * activation(gate) of equal shapes
+                continue  # skipped: ``steps.gated`` replaces value * activation(gate) of equal shapes
             for c, gain in _operands(b, aten.mul.Tensor, n):
                 norm = _norm(c, n)
                 is_gain = gain is None or (rank(gain) == 1 and norm is not None and norm.weight is None)

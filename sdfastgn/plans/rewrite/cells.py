@@ -110,8 +110,8 @@ def side_by_side(r: Rewriter, n: Any) -> Node | None:
 def added_up(r: Rewriter, n: Any) -> Node | None:
     """Replaces transposed convolutions, and the sum of their results, by one node: ``scattered``.
 
-    The windows of each convolution must not overlap. Each convolution must read other channels of the same
-    value, and together they must read all of them.
+    The windows of each convolution must not overlap. The convolutions must read different channels of the
+    same value, and together all of its channels.
     """
     chains = sorted(_terms(n) or (), key=lambda c: c.start) if _is_usual(n) else []
     starts = [c.start for c in chains]

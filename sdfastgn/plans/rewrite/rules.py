@@ -2,8 +2,8 @@
 
 A rule is a function that gets a ``Rewriter``, which makes nodes, and one node of the graph. It returns the
 node that replaces this node, or None if the node is not what the rule looks for. To add a rule, write such a
-function, and pass it to ``apply`` in the pass of the same file. The docstring of a rule says what the model's
-code does, and what runs instead.
+function, and pass it to ``apply`` in the file's pass, which is the function that applies all rules of the
+file to a graph. The docstring of a rule says what the model's code does, and what runs instead.
 """
 
 from __future__ import annotations

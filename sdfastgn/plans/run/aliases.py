@@ -55,7 +55,7 @@ def writes_over(n: Node) -> bool:
 
 
 def base(n: Node) -> Node:
-    """The node in whose memory the value of ``n`` lies, or may lie."""
+    """Returns ``n``, or the node whose memory ``n`` is a view of. All reshapes count as views."""
     while is_view(n):
         source: Any = n.args[0]
         if n.target is operator.getitem and not is_view(source):

@@ -249,7 +249,7 @@ def _memory(x: Tensor) -> int:
 
 
 def _is_read(n: Node) -> bool:
-    """True if a node reads the placeholder ``n``. If no node does, it removes ``n`` from the graph."""
+    """True if a node reads the placeholder ``n``. Otherwise removes ``n`` from the graph."""
     if not n.users:
         n.graph.erase_node(n)
         return False

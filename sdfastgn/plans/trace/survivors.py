@@ -34,7 +34,7 @@ def kept(made: list[weakref.ref[Tensor]]) -> list[str]:
     if not _alive(made):
         return []
     is_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()  # ``gc.get_referrers``, which is called next, does not find frozen objects
+    gc.unfreeze()  # otherwise ``gc.get_referrers`` would not find objects that are frozen
     try:
         return _reasons(made)
     finally:
@@ -85,7 +85,7 @@ def _keepers(tensors: list[Any]) -> tuple[list[Any], list[str]]:
 
 
 def _name(holder: Any) -> str:
-    """Describes ``holder``, which keeps a tensor, in words of a user. Empty for unnamed containers."""
+    """Describes ``holder``, which keeps a tensor, in words that users know. Empty for unnamed containers."""
     if isinstance(holder, dict) and "__name__" in holder and "__builtins__" in holder:
         return f"a global variable of {holder['__name__']}"
     if isinstance(holder, FunctionType):
