@@ -147,9 +147,9 @@ def fp8_mlperf_markdown(results: Path) -> str:
 
 
 def fp8_quality_markdown(results: Path) -> str:
-    """Returns a table of the quality of images in fp32, fp16 or bf16, and FP8, for each committed result.
+    """Returns tables of images' quality in fp32, fp16 or bf16, and FP8: one for each committed file.
 
-    A line below each table names the run.
+    A committed file has the results of one run. A line below its table names the run.
     """
     blocks = []
     for content in documents(results, QUALITY):
