@@ -132,17 +132,17 @@ def reason_to_refuse(found: Iterable[Sequence[Tensor]]) -> str | None:
 
 
 def reason_to_refuse_rows(weights: Iterable[Tensor]) -> str | None:
-    """Why plans cannot compute matrix products with ``weights`` in E4M3; None if their dtype is no reason.
+    """Why the dtype of ``weights`` prevents that plans multiply by them in E4M3; None if it does not.
 
-    A plan is a traced list of kernels that replaces the Python of a model's forward. The reasons of
-    ``reason_to_refuse``, such as the GPU, are not looked for again.
+    A plan is a traced list of kernels that replaces the Python of a model's forward. Other reasons, such as
+    the GPU, are found by ``reason_to_refuse``.
     """
     others = [str(weight.dtype) for weight in weights if weight.dtype is not torch.bfloat16]
     return f"its weights are {others[0]}, and FP8 in plans needs bf16" if others else None
 
 
 def can_quantize(weights: Sequence[Tensor]) -> bool:
-    """True if matrix products with ``weights`` can run in E4M3.
+    """True if one matrix product with all ``weights`` can run in E4M3.
 
     The sizes of the weights must allow it, and PyTorch must count writes into them.
     """
