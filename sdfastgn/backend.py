@@ -28,7 +28,7 @@ def backend_text(roots: list[nn.Module], why_stock: list[str | None]) -> str:
     if triton is None or None not in why_stock:
         return f"{_STOCK_CODE} ({'; '.join(reasons)})"
     if any(p.is_meta for root in roots for p in root.parameters()):
-        return ""  # not known: weights on the meta device may be moved to any device
+        return ""  # what will run is not known: weights on the meta device may go to any device
     devices = {p.device for root in roots for p in root.parameters()}
     used = filter(None, map(archive.state, sorted(devices, key=str)))
     return "; ".join([f"Triton {triton.__version__} on {torch.cuda.get_device_name()}", *dict.fromkeys(used)])

@@ -67,7 +67,7 @@ def call_times(call: Callable[[], Any], count: int, device: torch.device) -> Cal
         for _ in range(count):
             took, result = timing.time_once(call, device)
             seconds.append(took)
-    except Exception as error:  # without enough memory, cuDNN and cuBLAS may not raise OutOfMemoryError
+    except Exception as error:  # out of memory, cuDNN and cuBLAS raise errors of several classes
         return Calls(reason=one_line(error))
     if not on_gpu:
         return Calls(result, seconds)

@@ -5,13 +5,13 @@ python -m scripts.publish.warm_up --model sdxl --json warm_up.json
 The clock starts when the pipeline is in memory, and stops when an image is on the host. The time of the first
 image includes ``optimize``. PyTorch's switches keep their defaults, so cuDNN does not try several algorithms
 (``cudnn.benchmark``). There are three runs: stock, sdfastgn with an empty Triton cache, and sdfastgn with the
-Triton cache that the second run has filled. With ``--archive`` there is a fourth one: sdfastgn with an empty
+Triton cache that the second run has filled. With ``--archive`` there is a fourth run: sdfastgn with an empty
 Triton cache and an archive of compiled kernels, as ``sdfastgn-compiled`` has.
 
-Two things would disturb the times. Some machines write no bytecode (``PYTHONDONTWRITEBYTECODE``), so the
+Three things would disturb the times. Some machines write no bytecode (``PYTHONDONTWRITEBYTECODE``), so the
 packages' bytecode is written before all runs, as ``pip install`` does. The garbage of the imports takes half
-a second to collect, so it is collected before the clock starts. Before the three runs stock runs once without
-a row: on a fresh machine this reads the libraries from disk.
+a second to collect, so it is collected before the clock starts. On a fresh machine the first run reads the
+libraries from disk, so stock runs once before the three runs, and this run gets no row.
 """
 
 from __future__ import annotations

@@ -164,9 +164,9 @@ def _draw(job: Job, lines: Sequence[int], device: str, note: str) -> int:
                     _save(picture, job.path(line), json.dumps(content, ensure_ascii=False))
                     left.remove(line)
                     on_done(f"{next(number)}/{len(lines)}{eta}: wrote {job.path(line)}")
-            except OptionError:  # an image could not be written; no other image could be written either
+            except OptionError:  # if one image cannot be written, no other image can
                 raise
-            except Exception as error:  # a batch failed, perhaps for lack of memory; others may work
+            except Exception as error:  # this batch failed, perhaps for lack of memory; the next may work
                 failed += len(left)
                 time_left.after(len(left))
                 for line in left:

@@ -100,8 +100,8 @@ def own_settings(option: str, weights: str, names: Collection[str] = tuple(ARGUM
     is_few = saved.scheduler in ("LCMScheduler", "TCDScheduler")
     if is_few:
         own["steps"] = 4
-        if not unet_config(option, weights).get("time_cond_proj_dim"):  # guidance is no input of the UNet
-            own["guidance"] = 1.0
+        if not unet_config(option, weights).get("time_cond_proj_dim"):
+            own["guidance"] = 1.0  # no guidance: this UNet does not take the guidance scale as an input
     own = {field: value for field, value in own.items() if field in names}
     name = f"{Path(weights).name} {saved.origin}".lower()
     if not is_few and ("turbo" in name or "lightning" in name):

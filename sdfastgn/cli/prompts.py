@@ -98,7 +98,7 @@ def read_prompts(
         content = path.read_bytes()
     except OSError as error:
         raise OptionError(f"--prompts: cannot read {str(path)!r}: {error.strerror or error}") from None
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # UTF-16 would be read as garbage
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # UTF-16 read as UTF-8 is garbage
         raise OptionError(f"--prompts: {str(path)!r} is in UTF-16; save it as UTF-8")
     found, problems = {}, {}
     for number, line in enumerate(content.splitlines(), 1):
@@ -233,5 +233,5 @@ def checked_job(
         checks.image_size(f"--{name}", size, scale)
     wanted, problems = _read(prompts, prompt, {**settings, **sizes}, scale)
     if (where := Path(model).expanduser()).exists():
-        model = str(where.resolve())  # images' metadata have the absolute path, however the user wrote it
+        model = str(where.resolve())  # the model's path in images' metadata is always absolute
     return Job(prompts, place, wanted, problems, batch_size, model, variant, dtype, stock)

@@ -3,9 +3,9 @@
 A plan is a traced call that runs without the model's Python. Fused blocks repeat code of ComfyUI, so they
 need releases in which this code was read and tested. Plans are traced from whatever code there is.
 
-The model gets the class ``PlannedUNetModel``. If no other node of ComfyUI has put code into a call, the call
-runs as a plan. If Python takes longer than the GPU, the plan is captured as a CUDA graph. Every other call
-runs ComfyUI's own ``forward``, in which the blocks with tested code are fused.
+The model gets the class ``PlannedUNetModel``. If no other node than sdfastgn's has put code into a call, the
+call runs as a plan. If Python takes longer than the GPU, the plan is captured as a CUDA graph. If another
+node has put code into a call, ComfyUI's own ``forward`` runs, and only blocks with tested code are fused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sdfastgn.plans.trace.refusals import is_tracing, refuse
 _METHOD = "call_alone"
 # The arguments of ``_forward`` on which ``PlannedUNetModel`` relies.
 _ARGUMENTS = ["self", "x", "timesteps", "context", "y", "control", "transformer_options", "kwargs"]
-# Entries of ``transformer_options`` that are empty dicts if no other node has put code into the call.
+# Entries of ``transformer_options`` in which other nodes than sdfastgn's put code; else they are empty dicts.
 _EMPTY = ("patches", "patches_replace")
 # The ``transformer_options`` of the call that runs now.
 _options: ContextVar[dict[str, Any]] = ContextVar("sdfastgn_transformer_options")
@@ -64,7 +64,7 @@ class _Unread:
 class PlannedUNetModel(UNetModel):
     """A ``UNetModel`` that traces ComfyUI's own code, and runs later calls from the trace, as plans.
 
-    A call in which another node takes part with code of its own runs ComfyUI's ``forward`` instead.
+    If another node than sdfastgn's has put code into a call, the call runs ComfyUI's ``forward`` instead.
 
     Shapes: x (N, C, H, W), timesteps (N,), context (N, tokens, D). The result is (N, C_out, H, W).
     """
@@ -98,7 +98,7 @@ class PlannedUNetModel(UNetModel):
         control: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, dict[str, int]]:
-        """Compute a call in which no other node takes part. This is the method that is traced.
+        """Compute a call into which no other node than sdfastgn's has put code. This method is traced.
 
         ComfyUI's code removes the tensors that it uses from the lists in ``control``. This method gives it
         copies of the lists, so ``control`` stays as it is.

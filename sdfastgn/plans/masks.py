@@ -87,9 +87,9 @@ class Masks:
     def lengths(self, tensors: Sequence[Any], looks: int = 0) -> Lengths | None:
         """How many keys each mask shows in a call with these ``tensors``. None if all masks are needed.
 
-        The keys are counted once the same tensors, unchanged, were looked up ``looks`` times. Until then all
-        masks count as needed. This avoids counting for tensors that are new in each call. Inference tensors
-        have no version counter, so a write into them would not be noticed. They count as new.
+        The keys are counted when the same tensors, unchanged, are looked up for the ``looks``-th time. Until
+        then None is returned. So no keys are counted for tensors that are new in each call. For inference
+        tensors keys are never counted: they have no version counter, which would show a write into them.
 
         ``looks``: 0 counts no keys, and only returns what was found before.
         """
@@ -115,8 +115,9 @@ class Masks:
     def plan(self, seen: Sequence[str | None]) -> Plan:
         """Make the plan whose attention does not read the masks that ``seen`` marks as not needed.
 
-        ``seen``: for each mask ALL, FIRST or None, as ``Masks.seen`` returns it. Raises Untraceable if the
-        plan cannot be made.
+        ``seen``: for each mask ALL, FIRST or None, as the method ``seen`` returns it.
+
+        Raises Untraceable if the plan cannot be made.
         """
         try:
             return self._plan.with_graph(unmasked(self._plan.graph, self._masks, seen))
@@ -129,7 +130,7 @@ class Masks:
         return tuple(None if n is None else ALL if min(n) == shape(mask)[-1] else FIRST for n, mask in pairs)
 
     def numbers(self, lengths: Lengths) -> list[Tensor]:
-        """Further arguments of the plan without masks: for each mask that was FIRST, the numbers of keys.
+        """Further arguments of the plan without masks: for each mask of the kind FIRST, its numbers of keys.
 
         Each is an int64 tensor on the CPU with one element a sample.
         """
@@ -152,7 +153,8 @@ class Masks:
 def _needless(counts: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return ``counts``, the number of keys for each sample, or None if attention must read the mask.
 
-    It must if a query sees no key or not just the first ones, or if too many samples differ.
+    The mask must be read if a query sees no key, or other keys than the first ones. It must also be read if
+    the numbers differ among more than ``_MOST_SAMPLES`` samples.
     """
     is_needed = min(counts) < 1 or (len({*counts}) > 1 and len(counts) > _MOST_SAMPLES)
     return None if is_needed else counts

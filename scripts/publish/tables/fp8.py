@@ -65,7 +65,7 @@ class QualityRow:
             They were written with larger scales.
         model: a key of ``TRAINED``.
         median_psnr_db, low_psnr_db: the median of the images' PSNR, and their 5th percentile.
-        loss: the mean squared error of one step with latents of scans that the transformer has not seen.
+        loss: the mean squared error of one step with latents of digits that the model was not trained with.
         row_error, high_row_error: the median and the 95th percentile of the relative errors of this step's
             rows, against fp32. A row has the channels of one latent.
     """
@@ -147,9 +147,9 @@ def fp8_mlperf_markdown(results: Path) -> str:
 
 
 def fp8_quality_markdown(results: Path) -> str:
-    """Returns a table of the quality of images in fp32, fp16 or bf16, and FP8, for each committed result.
+    """Returns tables of images' quality in fp32, fp16 or bf16, and FP8: one for each committed file.
 
-    A line below each table names the run.
+    A committed file has the results of one run. A line below its table names the run.
     """
     blocks = []
     for content in documents(results, QUALITY):

@@ -108,7 +108,7 @@ def reference_ada_norm(call: AdaNormCall) -> tuple[Tensor | None, Tensor | None]
 def _normalized(u: Tensor, norm: Norm) -> Tensor:
     if norm.kind == "layer":
         u = u - u.mean(-1, keepdim=True)
-        u = u - u.mean(-1, keepdim=True)  # this second mean is the rounding error of the first
+        u = u - u.mean(-1, keepdim=True)  # removes the rounding error of the first mean
     y = u if norm.kind == "none" else u * torch.rsqrt(u.square().mean(-1, keepdim=True) + norm.eps)
     y = y if norm.weight is None else y * norm.weight.to(u.dtype)
     return y if norm.bias is None else y + norm.bias.to(u.dtype)

@@ -22,8 +22,8 @@ from sdfastgn.kernels.group_norm.op import NO_MORE, GroupNormCall
 from sdfastgn.kernels.group_norm.plans import merge_launch, pairs_of, small_launch
 from sdfastgn.kernels.statistics.kernels import StatisticsLaunch
 
-# The pointers shift, ada_scale and ada_shift of GroupNorm's kernels, if BatchNorm launches them. BatchNorm
-# does not have these operands.
+# If BatchNorm launches GroupNorm's kernels, their pointers shift, ada_scale and ada_shift are None, because
+# BatchNorm does not have these operands.
 NO_OPERANDS = (None, None, None)
 
 

@@ -159,7 +159,7 @@ class _Doubled(nn.Module):
 
 def _gives_one_twice() -> bool:
     """True if ``parametrize.cached()`` is active: two reads of a parametrized weight give the same tensor."""
-    probe = nn.LayerNorm(1)  # a LayerNorm is initialized without random numbers
+    probe = nn.LayerNorm(1)  # creating a LayerNorm draws no numbers from the user's random generator
     parametrize.register_parametrization(probe, "weight", _Doubled())
     return probe.weight is probe.weight
 

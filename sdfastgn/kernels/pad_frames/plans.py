@@ -30,7 +30,7 @@ class PadFramesPlan:
         launch: the launch of ``_frames_kernel``, which computes the results.
         table: for a GroupNorm, the launches that compute mean and variance and write the table of scales and
             offsets, which ``_frames_kernel`` reads. None for other norms.
-        shape, kept_shape: the shapes of y and kept.
+        shape, kept_shape: the shapes of the results: y, the padded frames; and kept, the last frames.
     """
 
     __slots__ = ("kept_shape", "launch", "shape", "table")

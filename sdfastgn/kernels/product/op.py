@@ -84,9 +84,9 @@ _noted: contextvars.ContextVar[dict[_Kind, None] | None] = contextvars.ContextVa
 
 
 def is_choosing() -> bool:
-    """True inside the context ``chosen_after``, and while a CUDA graph is captured after it has ended.
+    """True inside ``chosen_after``, and while a CUDA graph is captured after that context timed products.
 
-    If it is False, the functions of this file only call PyTorch's products.
+    If the result is False, the functions of this file only call PyTorch's products.
     """
     return not torch.compiler.is_dynamo_compiling() and (
         _noted.get() is not None or (len(_chosen) > 0 and torch.cuda.is_current_stream_capturing())

@@ -33,14 +33,14 @@ from sdfastgn.patches.swap.tested_sources import TestedSource, tested, unknown_s
 _ops: Any = comfy.ops
 # The key in the ``__dict__`` of a fused layer under which the layer's former class, ComfyUI's, is kept.
 _STOCK_CLASS = "_sdfastgn_stock_class"
-# A dict from the name of the class that ComfyUI gave a layer to the class of the layer that ``prepared``
-# returns in its place for one call.
+# The keys are names of ComfyUI's classes of layers. A value is the class of the layer that the function
+# ``prepared`` returns for one call, instead of a layer of ComfyUI's class.
 _CLASSES: dict[str, type[nn.Module]] = {
     "Conv2d": nn.Conv2d, "Linear": nn.Linear, "GroupNorm": FusedGroupNorm, "LayerNorm": nn.LayerNorm,
 }  # fmt: skip
-# A dict from the class that ComfyUI gave a layer to the class of the layer that ``prepared`` returns in its
-# place for one call. The layers of ComfyUI's ``manual_cast`` always cast: they are for models whose weights
-# have another dtype than their activations.
+# The keys are ComfyUI's classes of layers. A value is the class of the layer that the function ``prepared``
+# returns for one call, instead of a layer of ComfyUI's class. The layers of ComfyUI's ``manual_cast`` always
+# cast: they are for models whose weights have another dtype than their activations.
 _PREPARED: dict[type[nn.Module], type[nn.Module]] = {
     getattr(ops, name): cls
     for ops in (_ops.disable_weight_init, _ops.manual_cast)

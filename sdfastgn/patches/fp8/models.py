@@ -132,17 +132,17 @@ def reason_to_refuse(found: Iterable[Sequence[Tensor]]) -> str | None:
 
 
 def reason_to_refuse_rows(weights: Iterable[Tensor]) -> str | None:
-    """Why plans cannot compute matrix products with ``weights`` in E4M3; None if their dtype is no reason.
+    """Why the dtype of ``weights`` prevents that plans multiply by them in E4M3; None if it does not.
 
-    A plan is a traced list of kernels that replaces the Python of a model's forward. The reasons of
-    ``reason_to_refuse``, such as the GPU, are not looked for again.
+    A plan is a traced list of kernels that replaces the Python of a model's forward. Other reasons, such as
+    the GPU, are found by ``reason_to_refuse``.
     """
     others = [str(weight.dtype) for weight in weights if weight.dtype is not torch.bfloat16]
     return f"its weights are {others[0]}, and FP8 in plans needs bf16" if others else None
 
 
 def can_quantize(weights: Sequence[Tensor]) -> bool:
-    """True if matrix products with ``weights`` can run in E4M3.
+    """True if one matrix product with all ``weights`` can run in E4M3.
 
     The sizes of the weights must allow it, and PyTorch must count writes into them.
     """
@@ -187,7 +187,7 @@ def has_all(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]
 
 
 def allow(model: nn.Module, found: Iterable[tuple[nn.Module, Sequence[Tensor]]]) -> None:
-    """Let matrix products of ``model`` run in E4M3. A product that already does is kept with its scale.
+    """Let matrix products of ``model`` run in E4M3. A product that exists already is kept with its scale.
 
     The caller must first remove the CUDA graphs of ``model``.
 
@@ -380,9 +380,7 @@ def compare(model: nn.Module) -> None:
 def note_replay(model: nn.Module) -> None:
     """Begin to check if the weights of ``model`` still have the contents that were copied in E4M3.
 
-    Call this just before a CUDA graph starts.
-
-    After the start, ``has_same_contents`` returns the result.
+    Call this just before a CUDA graph starts. After its start, ``has_same_contents`` returns the result.
     """
     own = _models.get(model)
     if own is not None:
@@ -405,15 +403,15 @@ def is_outdated(model: nn.Module) -> bool:
 
 
 def refresh(model: nn.Module) -> None:
-    """Update what CUDA graphs of ``model`` read: scales, and copies of weights in E4M3. Uses this stream."""
+    """Update, in the current stream, the scales and weights in E4M3 that CUDA graphs of ``model`` read."""
     _models[model].refresh()
 
 
 def copy_counts(model: nn.Module) -> None:
     """Start a copy to the CPU of the number of values that were beyond the range of E4M3 in a CUDA graph.
 
-    Call this after a graph of ``model`` was started. It does not wait for the graph. A later call reads the
-    copy, and lets the scales of inputs grow.
+    Call this after a graph of ``model`` was started. It does not wait for the graph. A later call of the
+    model reads the copy, and lets the scales of inputs grow.
     """
     own = _models.get(model)
     # With gradients, matrix products run in the model's dtype. Then CUDA graphs count nothing.

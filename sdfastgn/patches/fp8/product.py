@@ -425,7 +425,7 @@ class Product:
         # If x is all 0, or has an infinity or NaN, the relative error would be NaN.
         if not 0 < _largest(x).item() < math.inf:
             return
-        # If memory runs out, the error is not measured. Without sdfastgn the call would not fail.
+        # If memory runs out, the call goes on without the error, as it would without sdfastgn.
         with contextlib.suppress(torch.OutOfMemoryError):
             self.error = self._error(x, weights)
         if self.error > MOST_ERROR:

@@ -134,7 +134,7 @@ def _can_hold(layer: Resnet | Upsample, after: ResnetParts | UpsampleParts | Non
     another shape, it cannot be written over the result of the upsampling. Then both results must fit into
     ``most`` bytes together. Otherwise no later feature map would fit beside the result of the upsampling.
 
-    ``after``: the parts of the layer after ``layer``; None if ``layer`` is the last one.
+    ``after``: the modules of the layer after ``layer``; None if ``layer`` is the last one.
     """
     if layer.source is layer.anchor and layer.source.shape == layer.shape:
         return True  # the result overwrites the layer's input, and takes no further memory

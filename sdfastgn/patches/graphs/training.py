@@ -35,9 +35,10 @@ _requires_grad_of = attrgetter("requires_grad")
 class Flags(AdapterSurvey):
     """Records which parameters of the model ``root`` require gradients, and notices when this changes.
 
-    Graphs with gradients are invalid after such a change, and if a module has backward hooks. The base class
-    keeps merged weights of adapters up to date. With gradients no weights are merged, so objects of this
-    class replace objects of the base class.
+    Graphs with gradients are invalid after such a change, and if a module has backward hooks.
+
+    Graphs without gradients have an ``AdapterSurvey`` instead, which keeps merged weights of adapters up to
+    date. With gradients no weights are merged, so this subclass does nothing for adapters.
     """
 
     def __init__(self, root: nn.Module) -> None:

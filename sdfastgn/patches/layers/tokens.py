@@ -179,8 +179,8 @@ def feed_forward_weights(
 
     ``without_adapters``: True returns the own weight of such a layer, False its merged weight.
     """
-    # The import is here, because diffusers may not be installed beside ComfyUI, where this function is not
-    # called.
+    # The import is not at the top of the file, because users of ComfyUI may not have diffusers. With ComfyUI
+    # this function is not called.
     from diffusers.models.activations import GEGLU
 
     if layers is None or len(layers) < 2 or stock_class(layers[0]) is not GEGLU or not is_unhooked(layers[0]):

@@ -386,9 +386,9 @@ def forget(layer: nn.Module) -> None:
 
 def may_change(layer: nn.Module) -> None:
     """Mark the merged weights of ``layer`` as outdated, because other code may have changed its weights."""
-    # torch.compile cannot trace a ContextVar. In a forward that it traces, weights are only written to
-    # subtract fused adapters that were turned off. Turning them off, by ``enable_adapters``, has called this
-    # function already.
+    # torch.compile cannot trace the ContextVar that is read below. A forward that it traces writes into a
+    # weight only to subtract a fused adapter that was turned off. ``enable_adapters``, which turned the
+    # adapter off, has called this function already. So nothing is left to do here.
     if torch.compiler.is_dynamo_compiling():
         return
     record = None if only_reads.get() else records.get(layer)

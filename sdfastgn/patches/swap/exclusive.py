@@ -158,7 +158,7 @@ def _wait_for_others(call: str, change: _Change) -> None:
                 f"sdfastgn.{call}: thread {names.get(thread, thread)!r} has been running "
                 f"{type(module).__name__} for {_MAX_WAIT:g} s. Nothing was changed; try again when it is done"
             )
-        # This only pauses the loop: ``done`` is not set before the end of the change.
+        # This only pauses the loop: this thread itself sets ``done``, at the end of the change.
         change.done.wait(_LOOK_EVERY)
 
 

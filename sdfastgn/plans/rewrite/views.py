@@ -104,7 +104,8 @@ class _Along(NamedTuple):
 def _along(r: Rewriter, n: Any, axis: int) -> _Along:
     """Finds the value from which views make the node ``n``, and these views. Follows ``axis`` of ``n``.
 
-    Cuts and average pooling along this axis that come after views are moved before them.
+    If a slice of this axis (``steps.cut``) or average pooling along it comes after views, a new node does the
+    same before the views.
     """
     if has(n, steps.cut, steps.mean_windows) and n.args[1] == axis:
         inner = _along(r, n.args[0], axis)

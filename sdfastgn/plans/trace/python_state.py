@@ -103,8 +103,8 @@ class ModuleState:
     def kept(self) -> dict[nn.Module, set[str]]:
         """Returns, for each module, the names of its attributes that the call has changed.
 
-        The result is empty if none of these attributes keeps a tensor. It is also empty if the call has
-        changed attributes of objects that are no modules.
+        The result is empty if the call has stored no traced tensor in any of these attributes. It is also
+        empty if the call has changed attributes of objects that are no modules.
         """
         found: dict[nn.Module, set[str]] = {}
         if any(is_tensor for *_, is_tensor in self.changed):
@@ -224,7 +224,7 @@ _DATA = property(lambda self: Tensor.__base__.data.__get__(self), _set_data)  # 
 def _refusing_readers() -> Iterator[None]:
     """A context in which methods that read a tensor's values raise an error in threads that trace.
 
-    In other threads these methods work as before.
+    An assignment of a traced tensor to ``Tensor.data`` raises an error too. In other threads nothing changes.
     """
     refusing = {name: _refusing(name, getattr(Tensor, name)) for name in _READERS}
     own = {name: Tensor.__dict__.get(name) for name in (*refusing, "data")}
@@ -241,7 +241,7 @@ def _refusing_readers() -> Iterator[None]:
 def _without_compilation() -> Iterator[None]:
     """A context in which functions that torch.compile would compile run as they are written, in all threads.
 
-    A trace is a dispatch mode. If Dynamo meets a function in a dispatch mode, it never compiles it later.
+    A trace is a dispatch mode. Dynamo never compiles a function that it has met inside of a dispatch mode.
     """
     if "torch._dynamo" in sys.modules:
         with torch.compiler.set_stance("force_eager"):
@@ -287,7 +287,7 @@ def shared_state() -> Iterator[None]:
 def without_autocast_cache() -> Iterator[None]:
     """A context in which autocast does not cache the casts of weights.
 
-    In a trace these are tensors without memory, and autocast would use them in later calls.
+    In a trace the casts are tensors without memory. From a cache, autocast would use them in later calls.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
