@@ -208,7 +208,7 @@ class GraphedForward(MethodEntry):
         self._backend = backend
         self._store = Store()
         self._policy = Policy()
-        # The module's state when kernels were last compiled ahead of a call. The next capture uses this record.
+        # A record of the module's state when ``_rehearse`` last ran. The next capture uses the record.
         self._rehearsed: Watch | None = None
         self._states = States(module) if states is None else states
         self._state = state
@@ -223,7 +223,7 @@ class GraphedForward(MethodEntry):
         self.mode: str | bool = False
         self.training: _TrainingForward | None = None
         self.set_mode(mode)
-        # If ``states`` is given, another ``GraphedForward`` calls this one, and only the caller is registered.
+        # If ``states`` is given, this object belongs to another ``GraphedForward``, which is registered.
         if states is None:
             self.register()
 
