@@ -198,7 +198,7 @@ class PlannedForward(MethodEntry):
         self._policy = Policy()
         self._lock = threading.RLock()
         self._own_threads: list[int] = []  # ids of the threads that run the model's own code now
-        # Number of calls since the last change of the model whose result came from a plan or its CUDA graph.
+        # Number of calls that a plan or its CUDA graph has computed since the last change of the model.
         self._served = 0
         self.calls = self.traces = self.loads = 0
         self.own: Counter[str] = Counter()
