@@ -51,7 +51,7 @@ PATIENCE_S = 600.0
 class LoadRow:
     """The measurement of one server with one number of clients.
 
-    Its numbers are None if an image was wrong or a request got none.
+    Its numbers are None if an image was wrong or a request got no image.
 
     Attributes:
         requests_s: answers per second that all clients together got.
@@ -138,7 +138,7 @@ class Load:
     def figures(self) -> dict[str, Any]:
         """Returns requests per second, and the median and 99th percentile of the seconds of a request.
 
-        The keys are the names of these fields in a row.
+        The result is a dict, whose keys are the names of these fields in ``LoadRow``.
         """
         p50, p99 = np.percentile(self.taken, (50, 99))
         return {"requests_s": len(self.taken) / self.seconds, "p50_s": float(p50), "p99_s": float(p99)}

@@ -17,9 +17,10 @@ from sdfastgn.patches.graphs import install as graphs
 
 
 def check(call: str, roots: Iterable[nn.Module], in_rows: Sequence[Tensor]) -> None:
-    """Raise ValueError if no matrix product of ``roots`` can run in FP8.
+    """Raise ValueError if the models in ``roots`` cannot compute matrix products in FP8.
 
-    This is so if there are no such products, or if the device or dtype of one of their weights does not fit.
+    The reason may be that they have no transformer blocks whose products could run in FP8, or that the device
+    or dtype of a weight of these products does not fit.
 
     ``call``: the name of the public function, for the error. ``in_rows``: weights that plans (traced lists of
     kernels) would quantize row by row.

@@ -198,7 +198,7 @@ class PlannedForward(MethodEntry):
         self._policy = Policy()
         self._lock = threading.RLock()
         self._own_threads: list[int] = []  # ids of the threads that run the model's own code now
-        # Number of calls since the last change of the model whose result came from a plan or its CUDA graph.
+        # Number of calls that a plan or its CUDA graph has computed since the last change of the model.
         self._served = 0
         self.calls = self.traces = self.loads = 0
         self.own: Counter[str] = Counter()
@@ -362,7 +362,7 @@ class PlannedForward(MethodEntry):
     def _with_masks(self, call: Call) -> Made | None:
         """Returns that plan of a call which reads all attention masks.
 
-        None if the call has no plan, or if all plans of the model need all masks that they read.
+        None if the call has no plan, or if no plan of the model could ever do without a mask.
         """
         plans = self._by_state.get((self._states.last(), self._state))
         if plans is None or all(made.masks is None for made in list(plans.made.values())):
@@ -527,7 +527,7 @@ class PlannedForward(MethodEntry):
 
     @without_collections()
     def _new_plans(self, module: nn.Module, code: int, call: Call, state: State, adapters: Adapters) -> Plans:
-        """Make a ``Plans``, the store for plans, without entries, for this state of the module's code.
+        """Make an empty ``Plans``, the store of the plans for this state of the module's code.
 
         Raises Unsupported if the module's adapters rule out plans.
         """
@@ -541,8 +541,8 @@ class PlannedForward(MethodEntry):
     def _check_guard(self, module: nn.Module, plans: Plans) -> None:
         """Raise Unsupported, with the reason, if the module as a whole cannot be traced.
 
-        Smaller modules in it get plans instead. If the module has changed since ``plans`` was made, it drops
-        ``plans`` instead, and the next call looks at the module again.
+        In this case smaller modules in it get plans first. But if the module has changed since ``plans`` was
+        made, ``plans`` is dropped instead, and the next call looks at the module again.
         """
         if plans.guard.reason is not None:
             if plans.guard.same():

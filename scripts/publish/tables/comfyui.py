@@ -95,7 +95,7 @@ def _weights_cells(row: dict[str, Any]) -> dict[str, str]:
 def _same_bits(is_exact: bool | None, stock_repeats: bool) -> str:
     """The text of a cell: whether stock has the same bits again after sdfastgn was removed.
 
-    A difference is no error if two runs of stock also differ from each other.
+    A difference is no error if two runs of stock also differ from each other (``stock_repeats`` is False).
     """
     if is_exact is None:
         return NOTHING

@@ -108,8 +108,9 @@ def _without_slowed_times(rows: Sequence[Row]) -> list[Row]:
     """Return ``rows`` of a run, without the times that PyTorch's profiler may have made longer.
 
     After the profiler has recorded something, every later kernel launch takes more CPU time. So times of rows
-    after the first row with a profile are removed. Two kinds of rows keep their times: the first row of each
-    part, and rows of variants that replay graphs, because replays do not launch kernels one by one.
+    after the first row with a profile are removed. Two kinds of rows keep their times. The first row of each
+    part was timed before anything was recorded in this part. Rows of variants that replay graphs are not
+    slowed, because replays do not launch kernels one by one.
     """
     replays = {variant.name for variant in VARIANTS.values() if variant.replays_graph}
     first = {row.part: row for row in reversed(rows)}

@@ -85,7 +85,8 @@ class _Plan:
     def run(self, call: _Call) -> Tensor:
         """Launch the kernel, and return y (N, C)."""
         x, weight, bias, _, extra_bias = call
-        y = x.new_empty_strided(self.shape, self.strides)  # takes half the CPU time of ``torch.empty``
+        # ``new_empty_strided`` takes half the CPU time of ``torch.empty``.
+        y = x.new_empty_strided(self.shape, self.strides)
         self.launch.run(x, weight, bias, extra_bias, y)
         return y
 

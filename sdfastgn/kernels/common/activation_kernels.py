@@ -74,7 +74,7 @@ def _sigmoid_and_rest(z, PAIRS: tl.constexpr):
 
     With ``PAIRS``, two neighbors share one reciprocal, and results have 16 bits. Then the subtraction is used
     for z < 17, where its error does not matter in 16-bit results. For z >= 17 the second value is set to 0;
-    exactly, it is below 2^-24. Where there is no PTX, the second value is always computed in this way.
+    exactly, it is below 2^-24. Where there is no PTX, the second value is computed as with ``PAIRS``.
     """
     if PAIRS or not PTX:
         s = _sigmoid(z, PAIRS)

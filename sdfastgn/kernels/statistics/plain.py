@@ -14,7 +14,7 @@ def reference_channel_statistics(x: Tensor, chunks: int) -> Tensor:
     """Computes the statistics of ``x`` (N, C, *spatial) over ``chunks`` chunks of positions.
 
     Returns (2, N, chunks, C), the mean and the sum of squared deviations (M2), in fp32, or in fp64 for fp64
-    input. This function runs where no kernel can run. Tests compare the kernel's results with its results.
+    input. This function runs where no kernel can run. Tests compare the kernel with this function.
     """
     N, C = x.shape[:2]
     dtype = torch.promote_types(x.dtype, torch.float32)

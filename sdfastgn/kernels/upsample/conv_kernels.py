@@ -57,9 +57,8 @@ def _store_phases(out, plane, w0, w1, w2, mask, B: tl.constexpr, S: tl.constexpr
     """Stores column ``S`` of the 2 x 2 weights of the phases (0, ``B``) and (1, ``B``).
 
     Phase (a, b) is the convolution that computes the rows 2h + a and the columns 2w + b of the result.
-    ``w0``, ``w1``, ``w2``: the values for column ``S`` of these two phases that ``_row_of_weights`` has
-    computed from the first, second and third row of the 3 x 3 weights. ``plane``: elements between the starts
-    of neighboring phases in ``out``.
+    ``w0``, ``w1``, ``w2``: what ``_row_of_weights`` has computed for column ``S`` from the first, second and
+    third row of the 3 x 3 weights. ``plane``: elements between the starts of neighboring phases in ``out``.
     """
     first0, first1, second0, second1 = _two_phases(w0, w1, w2)
     tl.store(out + B * plane + S * C, first0.to(out.dtype.element_ty), mask=mask)

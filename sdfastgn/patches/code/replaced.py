@@ -37,14 +37,15 @@ _CALLED_BY_FUSED = ((vars(F), "scaled_dot_product_attention"),)
 
 
 def replaced_in(entries: Iterable[Entry]) -> list[str]:
-    """The names among ``entries`` that other code has replaced by code that fused forwards would not call."""
+    """The names of ``entries`` that other code has replaced, except functions that fused forwards call."""
     return [entry.words for entry in entries if _is_foreign(entry) and not _is_honoured(entry)]
 
 
 def ignored(changed: Iterable[Entry]) -> list[str]:
-    """The names among ``changed`` whose new values fused forwards would ignore.
+    """The names of those entries in ``changed`` whose new values fused forwards would ignore.
 
-    ``changed``: entries that were recorded when no code was replaced, and that have other values now.
+    ``changed``: entries (names that code reads) whose values were recorded when no code was replaced, and are
+    different now.
     """
     return [
         entry.words
@@ -110,7 +111,7 @@ def _is_callable(value: Any) -> bool:
 
 
 def _module_of(holder: Any) -> str:
-    """The name of the Python module that ``holder`` belongs to; "" for a dict that is no module's."""
+    """The name of the Python module of ``holder``, a class or a module's dict; "" for any other dict."""
     return holder.__module__ if isinstance(holder, type) else str(holder.get("__name__", ""))
 
 

@@ -99,8 +99,8 @@ class FusedAttention(Attention):
     def readers(self) -> Sequence[Any] | None:
         """The layers that read ``hidden_states`` or the context; None if other code may read them too.
 
-        If all these layers would round their inputs to half precision anyway, a caller may do so before
-        (``layers/rounding.py``).
+        If all these layers would round their inputs to half precision anyway, the caller may pass inputs that
+        are rounded already (``layers/rounding.py``).
         """
         is_plain = (
             type(self) is FusedAttention
@@ -148,10 +148,11 @@ class FusedAttention(Attention):
         return fp8.product_of(self if context is None else wrapped_layer(linears[0]), found.weights)
 
     def with_product(self, product: ProductCall, x: Tensor, context: Tensor | None) -> Tensor:
-        """Computes the result of this module for x (N, tokens, C), in the model's dtype or in E4M3.
+        """Computes the result of this module for x (N, tokens, C), which is in the model's dtype or in E4M3.
 
-        If x has the model's dtype, the matrix product ``product`` only records the magnitude of x, to choose
-        the scale of its input in E4M3 later.
+        If x is in E4M3, the matrix product ``product`` runs. If x is in the model's dtype, the module is
+        called as usual, and ``product`` only records the magnitude of x, to choose the scale of x in E4M3
+        later.
 
         ``product``: the result of the method ``product`` for the same context.
         """

@@ -64,7 +64,7 @@ class _Containers:
 
     def __init__(self, is_same: Callable[[Any, Any], Any]) -> None:
         self._is_same = is_same
-        # For each recorded list, tuple, set or dict, an iterable of the items that it has now.
+        # For each recorded list, tuple, set or dict, an iterable of its items, which each comparison reads.
         self._items: list[Any] = []
         self._places: list[Place | None] = []
 

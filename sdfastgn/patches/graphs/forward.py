@@ -107,7 +107,7 @@ class _Current(NamedTuple):
         forward: the method that is called, of the class of ``module`` and bound to it; or the object that
             runs such calls as plans.
         call: the arguments.
-        backend: the backend of the device of the arguments.
+        backend: the object that captures and replays graphs on the device of the arguments.
         key: calls with equal keys are of one kind, and can use the same graph.
         survey: the module's layers with merged weights of adapters. In calls with gradients no layer has
             merged weights. Then the survey is a ``Flags``: it records which parameters require gradients.
@@ -126,12 +126,13 @@ class _Current(NamedTuple):
     as_stock: bool
 
     def refresh(self, watch: Watch | None = None, *, compares_later: bool = False) -> bool:
-        """Write new merged weights, and new values of ``watch.factors``, into the memory that graphs read.
+        """Write new merged weights, and new numbers (``watch.factors``), into the memory that graphs read.
 
         Returns False if the graphs cannot be used any more: for example, an adapter can no longer be merged,
         or a number that is a graph input has become 0.
 
-        ``compares_later``: True if the caller calls ``survey.has_same_tensors`` before it uses a result.
+        ``compares_later``: True if the contents of adapters need not be compared here, because the caller
+        calls ``survey.has_same_tensors`` before it uses a result.
         """
         with self.backend.ordered():
             is_merged = self.survey.refresh(self.scale.factor, compares_later)
@@ -140,7 +141,8 @@ class _Current(NamedTuple):
     def refresh_fp8(self, *, compares_later: bool = False) -> None:
         """Bring the FP8 weights and scales of the module up to date, for its graphs.
 
-        ``compares_later``: True if the caller calls ``fp8.has_same_contents`` before it uses a result.
+        ``compares_later``: True if the contents of weights need not be compared here, because the caller
+        calls ``fp8.has_same_contents`` before it uses a result.
         """
         if not compares_later:
             fp8.compare(self.module)
@@ -206,7 +208,7 @@ class GraphedForward(MethodEntry):
         self._backend = backend
         self._store = Store()
         self._policy = Policy()
-        # Records the state of the module when kernels were last compiled ahead of a call.
+        # A record of the module's state when ``_rehearse`` last ran. The next capture uses the record.
         self._rehearsed: Watch | None = None
         self._states = States(module) if states is None else states
         self._state = state
@@ -221,7 +223,7 @@ class GraphedForward(MethodEntry):
         self.mode: str | bool = False
         self.training: _TrainingForward | None = None
         self.set_mode(mode)
-        # If ``states`` is given, another ``GraphedForward`` calls this one. ``all_of`` finds only the caller.
+        # If ``states`` is given, this object belongs to another ``GraphedForward``, which is registered.
         if states is None:
             self.register()
 
@@ -318,7 +320,7 @@ class GraphedForward(MethodEntry):
         try:
             try:
                 return self._by_graph(module, args, kwargs, as_stock)
-            except _Outdated:  # the model has changed: a second attempt, then the call runs eagerly
+            except _Outdated:  # the model has changed: if a second attempt fails too, the call runs eagerly
                 return self._by_graph(module, args, kwargs, as_stock)
         except _Outdated:
             reason = "another thread changes it"
@@ -679,7 +681,8 @@ class GraphedForward(MethodEntry):
                 )
                 graph.kept = getattr(current.forward, "plans", None)
                 self._check_code(current.as_stock)
-                # The call has another key now if another thread has, say, switched off a module's attention.
+                # If another thread has, say, switched off a module's attention, the key has changed. Then the
+                # graph is of no use, and the call starts again.
                 if self._key_of(module, call) != key:
                     raise _Outdated
                 store.add(key, graph)
@@ -701,8 +704,8 @@ class GraphedForward(MethodEntry):
         So this method does nothing for models that cannot be captured.
         """
         module, call, backend = current.module, current.call, current.backend
-        # The key's last item counts how often FP8 weights were replaced. The kernels do not depend on this
-        # number, but they depend on whether FP8 is on.
+        # The key's last item counts how often FP8 weights were replaced. The kernels only depend on whether
+        # FP8 is on, so ``is_allowed`` takes the place of this item.
         if not self._policy.is_first_rehearsal((*current.key[:-1], fp8.is_allowed(module))):
             return
         run = partial(run_on_copies, current.forward, call, backend)
@@ -795,8 +798,8 @@ class _TrainingForward(GraphedForward):
         return super()._key_of(module, call), wanted
 
     def _is_warm(self, key: Any) -> bool:
-        # cuDNN chooses algorithms for each thread. An eager backward runs in autograd's thread, but a
-        # captured backward runs in this thread.
+        # cuDNN chooses algorithms for each thread. A captured backward runs in this thread, for which cuDNN
+        # may not have chosen any, because an eager backward runs in autograd's thread.
         return False
 
     def _make_room(self) -> None:

@@ -2,8 +2,8 @@
 
 The key is a hash of all that the trace and the rewriting depend on. Two processes have equal keys only if
 tracing would give the same plan in both. This needs equal arguments apart from the values of tensors, modules
-with equal attributes, weights with equal shapes, the same code, the same GPU and the same versions. Where
-several weights are one tensor, they must be so in both processes.
+with equal attributes, weights with equal shapes, the same code, the same GPU and the same versions. Weights
+that are one and the same tensor in one process must also be one tensor in the other.
 """
 
 from __future__ import annotations

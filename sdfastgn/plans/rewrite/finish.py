@@ -52,8 +52,8 @@ def _write_in_place(r: Rewriter, n: Node) -> None:
     It is safe if the input is in newly allocated memory and no other node reads it.
     """
     x: Any = n.args[0]
-    # Several nodes may write into parts of the same tensor, which is filled with one number. Each gets such a
-    # tensor of its own, which it can overwrite.
+    # Several nodes may read a tensor that is filled with one number, and write into parts of it. Then ``n``
+    # gets a new tensor filled with this number, which it can overwrite.
     if has(x, aten.full.default) and not is_only(x):
         r.at = n
         x = r.like(x.target, x.args, x, **x.kwargs)

@@ -44,7 +44,7 @@ PASSES: tuple[Callable[[fx.Graph], fx.Graph], ...] = (
     heads,  # norms, rotary embeddings and concatenations of attention heads become one kernel
     ada_norms,  # a norm of tokens, a factor and offset after it and a gated sum before it become one kernel
     norms,  # norms over channels, which models write in several ways, become one kernel
-    after_norms,  # norms include scales, shifts and activations before ``sink_views`` puts views between them
+    after_norms,  # scales, shifts and activations go into norms before ``sink_views`` puts views behind norms
     sink_views,  # reshapes and permutations before norms and activations move behind them
     after_norms,  # ``after_norms`` again, because ``sink_views`` has moved activations next to norms
     modulations,  # a GroupNorm, and a factor and offset upsampled from small tensors, become one kernel

@@ -117,7 +117,7 @@ def _whole(r: Rewriter, parts: Sequence[Any], dim: int) -> Node | None:
 def _padded_strip(x: Any, dim: int) -> _Strip:
     """Returns x as a strip along axis ``dim``.
 
-    If x is a tensor padded with zeros, the strip has the rows of that tensor, and the numbers of zeros.
+    If x is a tensor padded with zeros, the strip has the tensor's rows, and says how many zeros are around.
     """
     if not has(x, steps.pad) or x.args[2:] != ("constant", 0):
         return _strip(x, dim)
@@ -128,9 +128,9 @@ def _padded_strip(x: Any, dim: int) -> _Strip:
 
 
 def _strip(x: Any, dim: int) -> _Strip:
-    """Returns x as rows, along axis ``dim``, of a tensor from which x was cut.
+    """Returns x as a strip of the tensor from which x was cut along axis ``dim``.
 
-    x may also be joined from several cuts of the tensor. Otherwise x is returned as all rows of itself.
+    x may also be a cat of neighboring cuts of one tensor. If x was not cut, the strip has all rows of x.
     """
     cut = _cut(x, dim)
     if cut is not None:
@@ -179,10 +179,10 @@ def _joined(strips: Sequence[_Strip]) -> _Strip | None:
 
 
 def _side_by_side(strips: Sequence[_Strip], x: Any, dim: int) -> _Strip | None:
-    """Returns x, which joins strips along another axis than ``dim``, as a strip.
+    """Returns x, a cat of ``strips`` along another axis than ``dim``, as one strip.
 
-    The strip is cut from a cat of the whole tensors. ``strips``: the parts that x joins. Returns None if they
-    are not the same rows of each tensor, or if the tensors have different numbers of rows.
+    The strip is cut from a cat of the whole tensors from which ``strips`` were cut. Returns None if the
+    strips are not the same rows of each tensor, or if the tensors have different numbers of rows.
     """
     if len({(s.start, s.length, _rows(s.source, dim)) for s in strips}) > 1:
         return None

@@ -58,7 +58,8 @@ class _Operands(NamedTuple):
 
     Attributes:
         fixed: parameters, other tensors of the model's code, copies of weights in E4M3, and constants.
-        aliases: views of these without gradients. If a weight is moved, its view stays in the old memory.
+        aliases: views of the tensors in ``fixed``, without gradients. If a weight is moved, its view stays in
+            the old memory.
         addresses: the addresses of all these tensors except constants.
         layouts: shapes, strides and dtypes of the tensors, and which of them share memory (``_layouts``).
     """
