@@ -79,7 +79,7 @@ class Products:
             self.quantizers = torch.zeros(len(products), NUMBERS, dtype=torch.float32, device=device)
             for i, product in enumerate(products):
                 product.begin(self, self.quantizers[i])
-                product.touch()  # the product's copy of weights may be outdated
+                product.touch()  # the copy of weights may be outdated: make it again before its use
 
     def offloading(self) -> str:
         """The name of what moves the weights in each call, such as group offloading; empty if nothing does.
