@@ -81,7 +81,7 @@ def trace(
 
 
 def _places(roots: Iterable[nn.Module]) -> dict[int, _Place]:
-    """Returns, for the id of each parameter and buffer in ``roots``, where it occurs first."""
+    """Maps the id of each parameter and buffer in ``roots`` to the place where the tensor occurs first."""
     found: dict[int, _Place] = {}
     for module in chain.from_iterable(root.modules() for root in roots):
         for kind in ("_parameters", "_buffers"):
