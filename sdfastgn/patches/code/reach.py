@@ -31,8 +31,8 @@ _READ = frozenset(("diffusers", "transformers", "peft", "accelerate", "comfy"))
 _READ_OF_TORCH = ("torch.nn.modules.", "torch.nn.functional")
 # Code of these packages is not read, even if the model has classes of them, except ``_READ_OF_TORCH``.
 _NOT_READ = sys.stdlib_module_names | {"sdfastgn", "torch"}
-# Methods that operators and indexing call on tensors, such as ``__add__``. No code names them, but they are
-# looked up too, because other code may replace them.
+# Methods that operators and indexing call on tensors, such as ``__add__``. Bytecode does not name them, but
+# they are looked up too, because other code may replace them.
 _OPERATORS = frozenset(
     name
     for each in dir(operator)

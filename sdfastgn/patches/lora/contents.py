@@ -32,7 +32,7 @@ _MOST_RUNS = 8
 
 
 class Calls:
-    """Finds out when a call of a model begins. It is only told whenever a layer of the model runs."""
+    """Finds out when a call of a model begins. All it learns is which layer runs."""
 
     def __init__(self) -> None:
         self._first = 0
