@@ -1,4 +1,4 @@
-"""The Markdown table of ``scripts.publish.compiled_videos``: times with torch.compile and with sdfastgn."""
+"""The Markdown table of ``scripts.publish.compiled_videos``: stock, torch.compile and sdfastgn."""
 
 from __future__ import annotations
 
