@@ -103,7 +103,7 @@ class Digits:
         self.values = torch.as_tensor(loaded.target[scans], dtype=torch.long, device=device)
         self.inks = torch.tensor(list(INKS.values()), device=device)
 
-    # Autocast is off, because rounding to bf16 would move the grid's positions by a tenth of a pixel.
+    # Autocast is off, because rounding to bf16 would move the positions in ``grid`` by a tenth of a pixel.
     @torch.autocast("cuda", enabled=False)
     def draw(self, which: Tensor) -> Tensor:
         """Returns scans as ink (N, 1, SIZE, SIZE) in [0, 1], slightly turned, moved and scaled at random.

@@ -33,7 +33,7 @@ _OWN_FILES = (
     ("geglu", POINTWISE),
     ("rotate", POINTWISE),
     ("quantize_rows", POINTWISE),
-    ("upsample", POINTWISE),  # sdfastgn's upsampling kernels; in upsample_conv2d cuDNN runs the convolution
+    ("upsample", POINTWISE),  # only upsampling: in upsample_conv2d cuDNN runs the convolution
     ("checksum", POINTWISE),
 )
 

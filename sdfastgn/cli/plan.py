@@ -135,7 +135,7 @@ def plan(
         out.print(_title(config, gpu), style="bold", markup=False)
         for each in found:
             out.print(f"\n{_call_title(each)}", style="bold", markup=False)
-            out.print(str(each), markup=False, soft_wrap=True)  # rich must not break a table's lines
+            out.print(str(each), markup=False, soft_wrap=True)  # ``soft_wrap``: rich breaks no lines
         terminal.print_lines(out, _notes(found, is_planned, gpu))
         if json is not None:
             documents.write_json(json, _document(config, gpu, is_planned, found))

@@ -31,8 +31,8 @@ from sdfastgn.patches.swap.fusion import Fusion, is_over_fused, restore_class
 # The value is the reason why the module must not be fused again. This reason is not kept in the module's
 # ``__dict__``, because sdfastgn leaves nothing in a module that is not fused.
 _put_back: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-# For each model, the names of the fusions that the last ``leave_out`` has undone. ``inspect`` leaves them
-# out.
+# For each model, the names of the fusions that the last call of ``leave_out`` has undone. ``inspect`` ignores
+# these fusions.
 _left_out: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 # For each model, the names of the fusions that are off by default, but that the user has asked for (``ask``).
 _asked: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()

@@ -88,7 +88,7 @@ class CallPlan:
 
 
 class _Planned:
-    """A ``CallPlan``, and what is needed to return the result of such a call without computing it."""
+    """A ``CallPlan``, and all that is needed to return results of its calls without computing them."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.report = CallPlan(path, type(module).__name__)

@@ -1,4 +1,4 @@
-"""The Markdown table of ``scripts.publish.compiled_videos``: networks of video beside torch.compile."""
+"""The Markdown table of ``scripts.publish.compiled_videos``: stock, torch.compile and sdfastgn."""
 
 from __future__ import annotations
 

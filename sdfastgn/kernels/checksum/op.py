@@ -73,8 +73,8 @@ class Checksums:
         number = torch.arange(len(of), device="cpu") - (counts.cumsum(0) - counts)[of]
         self._tensors = torch.tensor(rows, dtype=torch.int64, device="cpu").to(self._device)
         self._blocks = torch.stack((of, number), 1).to(torch.int32).to(self._device)
-        # The number of each window, with padding to 16 bytes: ``Launch`` is fast only for addresses that are
-        # multiples of 16.
+        # A tensor with a row for each window: the window's index twice, in 16 bytes. ``Launch`` is fast only
+        # for addresses that are multiples of 16.
         self._windows = torch.arange(self.windows, device="cpu").view(-1, 1).repeat(1, 2).to(self._device)
 
     def of_window(self, tensors: Sequence[Tensor], window: int) -> Tensor:

@@ -14,7 +14,7 @@ range, and finds the largest of them. The second launch is called the *retry*. I
 it ends at once. Otherwise it writes y again. It also stores the scale that was used. All these numbers are in
 the memory of the GPU. So every replay of a CUDA graph is right, and the CPU waits for nothing.
 
-Two calls must not use a quantizer at the same time.
+Two calls must not use the same quantizer at the same time.
 
 The Triton functions for kernels are in ``common/e4m3_kernels.py``.
 

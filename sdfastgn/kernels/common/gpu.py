@@ -42,7 +42,7 @@ def current_stream(x: Tensor) -> int:
 
     On a CPU, where kernels run in Triton's interpreter, it is 0.
     """
-    index = x.get_device()  # -1 if x is on a CPU; faster than ``x.device``
+    index = x.get_device()  # -1 if x is on a CPU. ``get_device`` is faster than ``x.device``
     return 0 if index < 0 else current_raw_stream(index)
 
 

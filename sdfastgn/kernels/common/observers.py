@@ -29,8 +29,8 @@ observers: dict[int, Observer] = {}
 def observed_by(observer: Observer) -> Iterator[None]:
     """A context in which ``observer`` is called in place of each launch of this thread, and runs the launch.
 
-    The code that uses this context may also activate one ``TorchDispatchMode``, to record PyTorch's ops. If
-    no further mode is active, calls still launch kernels directly, and skip PyTorch's dispatcher.
+    The code that uses this context may also activate one ``TorchDispatchMode``, to record PyTorch's ops. As
+    long as no other mode is active, kernels are still launched directly, without PyTorch's dispatcher.
     """
     thread = threading.get_ident()
     observers[thread] = observer

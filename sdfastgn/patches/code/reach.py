@@ -31,7 +31,8 @@ _READ = frozenset(("diffusers", "transformers", "peft", "accelerate", "comfy"))
 _READ_OF_TORCH = ("torch.nn.modules.", "torch.nn.functional")
 # Code of these packages is not read, even if the model has classes of them, except ``_READ_OF_TORCH``.
 _NOT_READ = sys.stdlib_module_names | {"sdfastgn", "torch"}
-# Methods that operators and indexing call on tensors: ``__add__`` and ``__radd__``, for example.
+# Methods that operators and indexing call on tensors, such as ``__add__``. Bytecode does not name them, but
+# they are looked up too, because other code may replace them.
 _OPERATORS = frozenset(
     name
     for each in dir(operator)
@@ -44,7 +45,7 @@ _MAX_TABLE = 64
 # A module's attribute may hold an object with attributes, which hold objects, and so on. Code is searched for
 # in objects down to this number of levels.
 _DEPTH = 3
-# Types of most attributes of modules. Their code cannot be replaced.
+# Types of most attributes of modules. Their code cannot be replaced, so it is not read.
 BUILTIN = frozenset(
     (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, set, frozenset, type, OrderedDict)
 )
@@ -214,7 +215,7 @@ class Reach:
             value = content_of(cells[first])
         elif first in names:
             value = self._see_entry(names, first, str(names.get("__name__")))
-        else:  # the chain begins with the name of a builtin, such as ``len``
+        else:  # ``first`` is the name of a builtin, such as ``len``
             return
         for part in rest:
             if isinstance(part, Item):

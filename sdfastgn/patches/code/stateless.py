@@ -176,7 +176,7 @@ class CodeState:
                 yield from self._judged(value, f"the global {first} of {function.__module__}")
 
     def _judged(self, value: Any, name: str) -> Iterator[str]:
-        """Yields a message if ``value`` could change unnoticed. The message calls ``value`` ``name``."""
+        """Yields a message if ``value`` could change unnoticed. ``name``: what the message calls it."""
         if not self._is_noticed(value, name):
             yield f"code of the model reads {name}, which may change"
 

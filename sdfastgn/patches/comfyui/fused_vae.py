@@ -1,12 +1,13 @@
 """The class of an optimized VAE of ComfyUI. ``VAE`` is ComfyUI's object around an autoencoder, and no module.
 
-It differs from ComfyUI's class in three ways. The autoencoder stays fused between two calls (``staying.py``).
-A tiled decode of images has no seams (``tiled_decode.py``). And decoded pixels reach the CPU faster.
+The optimized class differs from ``VAE`` in three ways. The autoencoder stays fused between two calls
+(``staying.py``). A tiled decode of images has no seams (``tiled_decode.py``). And decoded pixels reach the
+CPU faster.
 
 ComfyUI copies decoded pixels from the GPU into pageable memory, copies them once more on the CPU, and scales
 and clamps them there. That took 69 of 215 ms of a decode of 17 frames of 480 x 832 (Wan's VAE, H200). Here
-ComfyUI's ``decode`` scales and clamps on the GPU, because it finds the GPU as ``output_device``. The result
-has the same bits. It is copied to the CPU once, through pinned memory.
+ComfyUI's ``decode`` scales and clamps on the GPU, because ``output_device`` is the GPU while ``decode`` runs.
+The result has the same bits. It is copied to the CPU once, through pinned memory.
 """
 
 from __future__ import annotations
@@ -102,12 +103,12 @@ class FusedVAE(comfy.sd.VAE):
 def fit(vae: FusedVAE, latents: Tensor) -> bool:
     """True if the pixels that ``vae`` decodes from ``latents`` shall be scaled on the GPU.
 
-    There must be few enough of them (``_FRACTION``).
+    They are not if there are too many of them (``_FRACTION``), or with unusual devices (``_WAY``).
     """
     N, _, *sizes = latents.shape
     if (vae.device.type, vae.output_device.type) != _WAY or len(sizes) != vae.latent_dim:
         return False
-    ratios = vae.upscale_ratio  # ``upscale_ratio``: a number, or for each size a number or a function
+    ratios = vae.upscale_ratio  # a number, or a tuple with a number or a function for each axis
     ratios = ratios if isinstance(ratios, tuple) else (ratios,) * len(sizes)
     pairs = zip(ratios, sizes, strict=True)
     pixels = N * math.prod(ratio(size) if callable(ratio) else ratio * size for ratio, size in pairs)

@@ -63,8 +63,8 @@ def optimize_model(
             fuse(root_of(patcher), cuda_graphs)
 
     def take_out(patcher: Any, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # When Python exits, ComfyUI ejects the models that are still loaded, but by then some of the Python
-        # modules that ``eject`` needs are already gone.
+        # When Python exits, ComfyUI ejects the models that are still loaded. Nothing is done then, because
+        # some of the Python modules that ``eject`` needs are already gone.
         if not is_finalizing():
             eject(root_of(patcher))
 

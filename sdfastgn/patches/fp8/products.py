@@ -48,7 +48,7 @@ class Products:
         writes: counts how often weights were found to have changed.
         replaced: counts how often a product that runs in E4M3 got other weights, such as merged ones, or
             freed the copy of its weights in E4M3.
-        counts: counts the values in calls that were beyond the range of E4M3.
+        counts: counts the values beyond the range of E4M3 in the model's calls.
 
     Args:
         hooked: the modules to search for hooks that move weights in each call. If the model has such hooks,
@@ -79,7 +79,7 @@ class Products:
             self.quantizers = torch.zeros(len(products), NUMBERS, dtype=torch.float32, device=device)
             for i, product in enumerate(products):
                 product.begin(self, self.quantizers[i])
-                product.touch()  # the product's copy of weights may be outdated
+                product.touch()  # the copy of weights may be outdated: make it again before its use
 
     def offloading(self) -> str:
         """The name of what moves the weights in each call, such as group offloading; empty if nothing does.
@@ -95,7 +95,7 @@ class Products:
         return found
 
     def reason_now(self) -> str | None:
-        """Why fp8 prevents that the model runs as a CUDA graph now; None if it can.
+        """The reason why FP8 prevents a CUDA graph in the present call; None if it does not.
 
         This method counts calls of the model, so it must run exactly once for each of them.
         """
@@ -123,7 +123,7 @@ class Products:
         ``is_replaced``: True if CUDA graphs captured before this must not run again.
         """
         self._versions = []
-        self._weights = self._compared = None  # these lists of weights may be outdated
+        self._weights = self._compared = None  # both lists may be outdated, and are made again
         if is_replaced:
             self.replaced += 1
 

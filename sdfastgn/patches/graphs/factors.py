@@ -151,7 +151,7 @@ def readers() -> tuple[Reader, ...]:
 
 
 def _reader_of(module: nn.Module) -> Reader | None:
-    """The ``Reader`` for the class of ``module``. None if it has none, or if its code was never tested."""
+    """The ``Reader`` for the class of ``module``; None without one, or if its code was never tested."""
     kind = stock_class(module)
     reader = _READERS.get(f"{kind.__module__}.{kind.__qualname__}")
     return None if reader is None or unknown_source(*reader.sources) else reader
@@ -308,7 +308,7 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _form(value: Any) -> Any:
-    """Returns what must stay the same in the value of an attribute, or else the graphs become invalid.
+    """Returns what must not change in an attribute's value, because the graphs would become invalid.
 
     That is, whether a number is 0, and how long a list is.
     """

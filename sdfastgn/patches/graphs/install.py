@@ -181,7 +181,7 @@ def outermost(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]
 def _compares_calls(module: nn.Module) -> bool:
     """True if a ``GraphedForward`` runs all calls of ``module``.
 
-    Then it also finds out whether other code has replaced functions that these calls run.
+    Such a ``GraphedForward`` also finds out whether other code has replaced functions that the calls run.
     """
     return GraphedForward.of(module) is not None and method_of(module) == "forward"
 

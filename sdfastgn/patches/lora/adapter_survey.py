@@ -418,7 +418,7 @@ class AdapterSurvey:
             self._touches(),
             list(map(_disabled_of, owns)),
             list(map(len, map(_fused_of, owns))),
-            list(map(tuple, map(_active_of, owns))),  # copies: a list may change in place
+            list(map(tuple, map(_active_of, owns))),  # copies, because the lists may change in place
             list(map(type, scales)),
             list(chain.from_iterable(map(dict.values, scales))),
         ]

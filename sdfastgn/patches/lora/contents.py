@@ -32,7 +32,7 @@ _MOST_RUNS = 8
 
 
 class Calls:
-    """Tells when a call of a model begins. It only hears when single layers of the model run."""
+    """Finds out when a call of a model begins. All it learns is which layer runs."""
 
     def __init__(self) -> None:
         self._first = 0
@@ -117,7 +117,7 @@ class Contents:
     def look(self, tensors: Sequence[Tensor]) -> None:
         """Start a comparison of ``tensors`` with the checksums, in a stream of its own.
 
-        It runs beside the work that was started in the current stream after ``begin``.
+        The comparison runs at the same time as work that the current stream got after ``begin``.
         """
         self._window += 1
         with torch.inference_mode(False), torch.no_grad():

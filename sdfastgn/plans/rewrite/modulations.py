@@ -116,7 +116,7 @@ def _convolved(r: Rewriter, n: Any) -> Upsampled | None:
 def _in_parts(r: Rewriter, n: Any) -> Upsampled | None:
     """Joins separate upsampling of a video's first frame and of its other frames to one upsampling.
 
-    Its ``first_once`` is True: the first frame is not repeated along time.
+    In the result ``first_once`` is True: the first frame is not repeated along time.
     """
     first, rest = (upsampled(r, part) for part in n.args[0])
     if first is None or rest is None or (rest.first_once and rest.times[0] > 1):

@@ -84,8 +84,8 @@ def _add_before_norms(graph: fx.Graph) -> fx.Graph:
 def _norm_of_sum(r: Rewriter, total: Node, norm: Sequence[Any], bias: Node | None) -> Node:
     """Makes a node that computes layer_norm(total) and total + bias in one kernel. ``total`` is a sum.
 
-    If rows of a summand are repeated by views, the kernel reads each of them once. ``bias``: of a linear
-    layer that is added to the sum later, or None.
+    If rows of a summand are repeated by views, the kernel reads each of these rows once. ``bias``: the bias
+    of the linear layer whose result is added to the sum later; None if there is no such layer.
     """
     for x, added in operands(total):
         found = grouped_rows(r, added)
@@ -98,13 +98,13 @@ def _norm_of_sum(r: Rewriter, total: Node, norm: Sequence[Any], bias: Node | Non
 def _sums_in_place(graph: fx.Graph) -> dict[Node, tuple[Node, Any]]:
     """Finds the sums that a linear layer can add in place.
 
-    Returns a dict: for a node a + b, the nodes (total, product) if total is (a + b) + product and may be
-    written over a + b. The product must be a linear layer that only this sum reads, and besides this sum only
-    a layer norm may read a + b.
+    Returns a dict from nodes a + b to pairs (total, product). total is the node (a + b) + product, which may
+    be written over a + b. product is a linear layer that only total reads. Besides total, only a layer norm
+    reads a + b.
 
     ``add_layer_norm`` writes a + b to a new tensor, and already adds the bias of the linear layer to it. In a
-    chain of sums, every other sum can be written in place. The last sum is among them: no norm follows it,
-    so no kernel of a norm could compute it.
+    chain of sums, ``add_layer_norm`` and linear layers compute the sums in turns. A linear layer computes the
+    last sum, because no norm follows it.
     """
     found: dict[Node, tuple[Node, Any]] = {}
     for total in reversed(graph.nodes):
@@ -217,8 +217,8 @@ def _product_of_cat(r: Rewriter, n: Node) -> Node | None:
 def _one_more_row(r: Rewriter, n: Node) -> Node | None:
     """Replaces linear(activation(x)) + row by one kernel, which adds the row as a second bias.
 
-    An example is an embedding of the time that is added to the result of a convolution: the row is then the
-    convolution's bias.
+    For example, a time embedding is added to the result of a convolution. Then the bias of the convolution is
+    added to the time embedding first: it is the row.
     """
     for y, row in operands(n):
         takes_row = has(y, steps.act_linear) and is_only(y) and y.args[4] is None and dtype(y) == dtype(n)

@@ -81,7 +81,7 @@ def trace(
 
 
 def _places(roots: Iterable[nn.Module]) -> dict[int, _Place]:
-    """Returns, for the id of each parameter and buffer in ``roots``, where it occurs first."""
+    """Maps the id of each parameter and buffer in ``roots`` to the place where the tensor occurs first."""
     found: dict[int, _Place] = {}
     for module in chain.from_iterable(root.modules() for root in roots):
         for kind in ("_parameters", "_buffers"):
@@ -230,8 +230,8 @@ class Tracer(TorchDispatchMode):
     def node_of(self, t: TracedTensor) -> fx.Node:
         """Returns the node that computes what ``t`` contains now, after all writes so far.
 
-        If ``t`` is a view, and its base was written since ``t`` got its node, it first makes new nodes for
-        the view.
+        If ``t`` is a view, and its base was written since ``t`` got its node, this method first makes new
+        nodes for the view.
         """
         if t.memory is not None and t.memory.is_written:
             refuse("strides decide whether the call writes into a tensor that it reads later")
@@ -292,7 +292,7 @@ class Tracer(TorchDispatchMode):
             return private.run_composite(op, args, kwargs)
 
     def view_or_copy(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Handles ops such as ``reshape``, whose result is a view or a copy, depending on strides."""
+        """Traces an op such as ``reshape``: strides decide whether its result is a view or a copy."""
         x, out = self.of(args[0]), self.composite(op, args, kwargs)
         if x.memory is None or not x.memory.is_guess or _is_certain(op, x, out, args, kwargs):
             return out
@@ -301,7 +301,7 @@ class Tracer(TorchDispatchMode):
         return out
 
     def plain(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Handles an op that writes nothing, and whose results have memory of their own."""
+        """Makes a node for an op that writes nothing, and whose results have memory of their own."""
         key, a, k = self.read_all(op, args, kwargs)
         found = self.infer(op, key, args, kwargs)
         is_guessed = is_guess(op, args, kwargs)
@@ -353,7 +353,7 @@ class Tracer(TorchDispatchMode):
         return t
 
     def parts(self, op: Any, args: Any, kwargs: Any) -> list[TracedTensor]:
-        """Handles ``split``, ``split_with_sizes`` and ``unbind``: each result becomes a view of its own."""
+        """Traces ``split``, ``split_with_sizes`` and ``unbind``: makes a node for each result, a view."""
         key, _, _ = self.read_all(op, args, kwargs)
         results = self.infer(op, key, args, kwargs, is_view=False)
         x = self.of(args[0])
@@ -375,7 +375,7 @@ class Tracer(TorchDispatchMode):
         return self.plain(op, args, kwargs)
 
     def resolved(self, op: Any, args: Any, kwargs: Any) -> Tensor:
-        """Handles ``resolve_conj`` and ``resolve_neg``, which copy conjugate or negative views."""
+        """Traces ``resolve_conj`` or ``resolve_neg``: copies a conjugate or negative view, or returns x."""
         x = self.of(args[0])
         kind = aten.conj_physical.default if op is aten.resolve_conj.default else aten.neg.default
         if sum(step.op is kind for step in x.path) % 2:
@@ -383,7 +383,7 @@ class Tracer(TorchDispatchMode):
         return args[0]
 
     def batch_norm(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Handles a batch norm. In training it is not traced: it then writes its running statistics.
+        """Traces a batch norm. Refuses a batch norm in training, which writes its running statistics.
 
         The schema of the op does not declare these writes.
         """
@@ -392,13 +392,13 @@ class Tracer(TorchDispatchMode):
         return self.plain(op, args, kwargs)
 
     def cudnn_convolution(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Handles cuDNN's convolution, which ComfyUI calls directly, as ``aten.convolution``."""
+        """Makes a node of ``aten.convolution`` for cuDNN's convolution, which ComfyUI calls directly."""
         x, weight, padding, stride, dilation, groups, *_ = args
         sizes = stride, padding, dilation, False, [0] * len(stride), groups
         return self.plain(aten.convolution.default, (x, weight, None, *sizes), {})
 
     def weight_norm(self, op: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Handles weight norm by recording the ops of its definition.
+        """Traces weight norm as the ops of its definition.
 
         PyTorch's kernel reads its arguments as if they were contiguous, and tensors in a plan may not be.
         """
@@ -414,7 +414,7 @@ class Tracer(TorchDispatchMode):
     # ---- tensors that the model's code makes from numbers
 
     def literal(self, op: Any, args: Any, kwargs: Any) -> TracedTensor:
-        """Handles ``torch.tensor([...])``: PyTorch passes the finished tensor to the op ``lift_fresh``."""
+        """Makes ``torch.tensor([...])`` a constant. PyTorch passes the finished tensor to ``lift_fresh``."""
         (t,) = args
         if type(t) is TracedTensor:
             return t
@@ -424,7 +424,7 @@ class Tracer(TorchDispatchMode):
         return self.number(key, lambda: self.constant(t), t.item())
 
     def scalar(self, op: Any, args: Any, kwargs: Any) -> TracedTensor:
-        """Handles ``scalar_tensor``, which ``x[...] = number`` calls on all devices but the CPU."""
+        """Traces ``scalar_tensor``, which ``x[...] = number`` calls on all devices but the CPU."""
         key = repr(args[0]), *kwargs.items()
         value = torch.scalar_tensor(args[0], dtype=kwargs.get("dtype"), device="cpu").item()
         return self.number(key, lambda: self.plain(op, args, kwargs), value)
@@ -452,10 +452,10 @@ class Tracer(TorchDispatchMode):
         return traced
 
     def depends_on_values(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Handles an op whose result, or the shape of its result, depends on values of tensors.
+        """Runs an op whose result, or the shape of its result, depends on values of tensors.
 
-        The op runs in the trace. That is possible only if the values depend on nothing but numbers in the
-        model's code.
+        Tensors that the op returns become constants of the graph. Refuses to trace the call if the values
+        depend on anything but numbers in the model's code.
         """
         _, a, k = self.read_all(op, args, kwargs)
         a, k = fx.node.map_arg((a, k), self.value)
@@ -484,9 +484,9 @@ class Tracer(TorchDispatchMode):
         return self.values[node]
 
     def indexed(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Handles ``x[...]`` with tensors as indices.
+        """Traces ``x[...]`` with tensors as indices. Constant indices take the place of a bool mask.
 
-        How many elements a bool mask selects depends on its values, so the mask must be known in the trace.
+        How many elements a mask selects depends on its values, so the mask must be known in the trace.
         """
         indices: list[Any] = []
         for i in args[1]:
@@ -574,7 +574,7 @@ class Tracer(TorchDispatchMode):
     def store(self, t: TracedTensor, v: TracedTensor, op: Any) -> None:
         """Gives ``t`` the value of ``v`` after a write, so that all tensors that share its memory change too.
 
-        If ``t`` is a view, it makes nodes for the new value of the tensor of which it is a view.
+        If ``t`` is a view, this method also makes nodes for the new value of the view's base.
         """
         if v.metadata.shape != t.metadata.shape:
             refuse(f"the call runs {op}, which changes a shape")
