@@ -29,13 +29,15 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 # The largest number of E4M3.
 LARGEST = 448.0
-# Indices of the numbers in a quantizer, the fp32 tensor with scales and counts of a quantization:
-# - the scale with which the last y was written. Matrix products read it from memory, so it comes first, at an
-#   address that is a multiple of 16;
+# Indices of the numbers in a quantizer. It is the fp32 tensor with the scales and counts of a tensor that a
+# kernel writes in E4M3. If values exceed a scale learned in earlier calls, a second launch, the retry, writes
+# them again with a larger one:
+# - the scale with which the tensor was written last. Matrix products read it from memory, so it comes first,
+#   at an address that is a multiple of 16;
 # - the learned scale, and 1 / the learned scale;
 # - of the present call: the number of values beyond the range with the learned scale, including NaN and
 #   infinities; the largest magnitude of the finite ones among them, divided by the learned scale; and the
-#   number of programs that have written values again. Between two calls these three numbers are 0;
+#   number of programs of the retry that have written values. Between two calls these three numbers are 0;
 # - of all calls so far: the number of values beyond the range, including NaN and infinities, and the largest
 #   magnitude of the finite ones among them, divided by the learned scale.
 SCALE, LEARNED, INVERSE, BEYOND, AMAX, RETRIED, TOTAL, MOST = range(8)

@@ -71,7 +71,7 @@ def reference_layer_norm_grads(call: LayerNormGradCall) -> Gradients:
     # torch.var_mean is not used, because its gradient is NaN if all values of a row are equal and eps is 0.
     # It also warns if x is empty.
     u = u - u.mean(1, keepdim=True)
-    u = u - u.mean(1, keepdim=True)  # this second mean is the rounding error of the first
+    u = u - u.mean(1, keepdim=True)  # subtracts the rounding error of the first mean
     rstd = torch.rsqrt(u.square().mean(1, keepdim=True) + call.eps)
     xhat = u * rstd
     g = dy if weight is None else dy * weight.to(wide)

@@ -37,7 +37,10 @@ _CALLED_BY_FUSED = ((vars(F), "scaled_dot_product_attention"),)
 
 
 def replaced_in(entries: Iterable[Entry]) -> list[str]:
-    """The names of ``entries`` that other code has replaced, except functions that fused forwards call."""
+    """The names that other code has given another function, except those that fused forwards call as well.
+
+    ``entries``: names that the code of a model reads, with their values.
+    """
     return [entry.words for entry in entries if _is_foreign(entry) and not _is_honoured(entry)]
 
 

@@ -87,7 +87,7 @@ class States:
         _states_of[root] = weakref.ref(self)
 
     def same(self, index: int) -> bool:
-        """True if the code of the model is in the state ``index`` now."""
+        """True if the code that calls of the model run is as it was when the state ``index`` was recorded."""
         return index < len(self._states) and self._states[index].same(self._root())
 
     def last(self) -> int:

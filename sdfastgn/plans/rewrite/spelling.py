@@ -192,7 +192,7 @@ def _other_elements(r: Rewriter, n: Node, x: Node, *more: Any) -> Node:
 
 @spells(aten.pixel_shuffle.default)
 def _pixel_shuffle(r: Rewriter, n: Node, x: Node, k: int) -> Node:
-    """k * k channels of one pixel become a square of k x k pixels -> views."""
+    """Replaces a pixel shuffle by views. It makes k * k channels of a pixel a square of k x k pixels."""
     *samples, C, H, W = shape(x)
     d = len(samples)
     y = r.reshape(x, (*samples, C // (k * k), k, k, H, W))

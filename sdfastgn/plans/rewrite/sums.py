@@ -127,7 +127,7 @@ def _added(r: Rewriter, total: Any, end: Node, divisor: float) -> Node:
 
 
 def activated_sum(r: Rewriter, n: Any) -> Node | None:
-    """activation(sum) or activation(convolution + bias) -> one step, if nobody else reads the sum."""
+    """Replaces activation(sum) by one step if no other node reads the sum, also of convolution and bias."""
     x = n.args[0]
     if not has(x, operator.getitem) or x.args[1] != 0 or not is_only(x):
         return None
