@@ -56,8 +56,8 @@ def _sigmoid(z, PAIRS: tl.constexpr):
         else:
             a, b = tl.split(tl.reshape(e, (e.shape[0], e.shape[1], e.shape[2], e.shape[3] // 2, 2)))
         r = _reciprocal(a * b)
-        # sigmoid(z) must be 0 where exp(-z) is cut off, because silu multiplies it by z, which may be -inf or
-        # -1e30.
+        # Where exp(-z) is cut off, sigmoid(z) must be exactly 0: silu multiplies it by z, so z = -1e30 gives
+        # -0, and z = -inf gives NaN, both as in PyTorch.
         s = tl.where(t < 60.0, tl.reshape(tl.join(r * b, r * a), e.shape), 0.0)
     else:
         s = _reciprocal(1 + exp2(z * -1.4426950408889634))

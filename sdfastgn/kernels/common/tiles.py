@@ -81,7 +81,10 @@ def tile_sum(d):
 
 @triton.jit
 def sums_in_warps(d):
-    """The sum of the elements of each warp in a (lanes, warps, steps, block) tile, without shared memory."""
+    """Sums a (lanes, warps, steps, block) tile along all axes but warps, without shared memory.
+
+    Returns (1, warps, 1, 1).
+    """
     d = tl.sum(d, STEP_AXIS, keep_dims=True)
     return tl.sum(tl.sum(d, 3, keep_dims=True), LANE_AXIS, keep_dims=True)
 

@@ -151,7 +151,10 @@ def readers() -> tuple[Reader, ...]:
 
 
 def _reader_of(module: nn.Module) -> Reader | None:
-    """The ``Reader`` for the class of ``module``; None without one, or if its code was never tested."""
+    """The ``Reader`` that names the factors of the class of ``module``.
+
+    None if there is none, or if the installed code of the class, which reads the factors, was never tested.
+    """
     kind = stock_class(module)
     reader = _READERS.get(f"{kind.__module__}.{kind.__qualname__}")
     return None if reader is None or unknown_source(*reader.sources) else reader

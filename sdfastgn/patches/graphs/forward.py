@@ -713,8 +713,8 @@ class GraphedForward(MethodEntry):
         with contextlib.suppress(Exception), scaled(current.scale.in_forward):
             watch = self._store.watch or self._new_watch(current)
             if watch.reason is None:
-                # ``watch`` is kept for the capture, unless layers have merged weights of adapters: at the
-                # capture other layers may have them, and only the survey says which.
+                # ``watch`` notices changes of the model. It is kept for the capture, unless layers have
+                # merged weights of adapters: at the capture these may be other layers.
                 self._rehearsed = None if current.survey.layers else watch
                 with undrawn(call.device, run):
                     backend.rehearse(run)
