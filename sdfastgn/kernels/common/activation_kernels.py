@@ -151,8 +151,8 @@ def activation_grad(dy, z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
         dz = dy * (s + s * rest * z * (1.5957691216057308 + 0.2140644488078421 * z * z))
     elif ACTIVATION == "mish":
         e, r = _mish_parts(z)
-        # Mish's derivative is t + z * sigmoid(z) * (1 - t * t), where t = tanh(softplus(z)). The last two
-        # factors must be 0 where ``_mish_parts`` cuts off exp(z), because z may be inf or 1e30.
+        # Mish's derivative is t + z * sigmoid(z) * (1 - t * t), where t = tanh(softplus(z)). Where
+        # ``_mish_parts`` cuts off exp(z), the product of the last two factors is 0, because z may be inf.
         factors = tl.where(z < 41.0, 4 * (e * r) * ((1 + e) * r), 0.0)
         dz = dy * (e * (e + 2) * r + z * factors)
     return dz

@@ -75,8 +75,8 @@ class GroupNormCall(NamedTuple):
     shift: _PerSample
     ada_scale: _PerSample
     ada_shift: _PerSample
-    # Mean and sum of squared deviations of each channel of x, without the shift, in each of P chunks of
-    # positions. The shape is (2, N, P, C), the dtype is fp32.
+    # Mean and sum of squared deviations of each channel of x, before ``shift`` is added to x, in each of P
+    # chunks of positions. The shape is (2, N, P, C), the dtype is fp32.
     statistics: Annotated[Tensor | None, Operand(has_gradient=False)]
     tokens: bool
     out_dtype: torch.dtype | None

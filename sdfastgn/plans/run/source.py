@@ -72,7 +72,10 @@ class Code(NamedTuple):
 
 
 def generate(recording: Recording) -> Code:
-    """Generates the code for a recording. Raises Unrecordable if the tensors lie on several GPUs."""
+    """Generates Python code that repeats ``recording``: the allocations and launches of a plan's run.
+
+    Raises Unrecordable if the tensors lie on several GPUs.
+    """
     return _Writer(recording).code()
 
 
