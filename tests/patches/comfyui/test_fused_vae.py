@@ -1,5 +1,7 @@
 """Pixels of an optimized VAE: they are scaled where they were decoded, and copied to the CPU once."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -11,6 +13,8 @@ from comfy import model_management  # noqa: E402
 
 from sdfastgn.patches.comfyui import fused_vae  # noqa: E402
 from sdfastgn.patches.comfyui.model_patcher import optimize_vae  # noqa: E402
+from sdfastgn.patches.offload import staged_copy  # noqa: E402
+from sdfastgn.patches.offload.staged_copy import StagedCopy  # noqa: E402
 from tests.patches.comfyui import comfy_models  # noqa: E402
 
 pytestmark = pytest.mark.fused_on_cpu
@@ -19,18 +23,27 @@ META = torch.device("meta")
 
 
 class NoEvent:
-    def record(self):
+    def record(self, stream):
         pass
 
     def synchronize(self):
         pass
 
 
+class StageOnCPU(StagedCopy):
+    """A ``StagedCopy`` whose "GPU" is the CPU, so its buffer is not pinned, and nothing waits."""
+
+    def __init__(self, device):
+        self.device, self._stream = device, None
+        buffer = torch.empty(staged_copy._SLOTS, staged_copy._SLOT_BYTES, dtype=torch.uint8)
+        self._slots = itertools.cycle([(slot, NoEvent()) for slot in buffer])
+
+
 @pytest.fixture
 def vae(monkeypatch):
     """An optimized VAE on the CPU. Its pixels shall go to the device meta, as a GPU's go to the CPU."""
     monkeypatch.setattr(fused_vae, "_WAY", ("cpu", "meta"))
-    monkeypatch.setattr(fused_vae.torch.cuda, "Event", NoEvent)
+    monkeypatch.setattr(fused_vae, "StagedCopy", StageOnCPU)
     yield optimize_vae(comfy_models.load_vae())
     model_management.unload_all_models()
 
@@ -44,7 +57,7 @@ def latents(N=1):
 def test_the_pixels_are_those_of_stocks_way(vae, monkeypatch, N):
     expected = vae.decode(latents(N))
     vae.output_device = META
-    monkeypatch.setattr(fused_vae, "_BUFFER", 100)
+    monkeypatch.setattr(staged_copy, "_SLOT_BYTES", 400)
     pixels = vae.decode(latents(N))
     assert torch.equal(pixels, expected)
     assert (pixels.stride(), pixels.dtype) == (expected.stride(), torch.float32)
@@ -91,9 +104,9 @@ def test_an_error_in_the_decode_gives_the_device_back(vae, monkeypatch):
 @pytest.mark.parametrize("is_dense", [True, False])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_copies_through_small_buffers(monkeypatch, shape, is_dense, device):
-    monkeypatch.setattr(fused_vae, "_BUFFER", 7)
+    monkeypatch.setattr(staged_copy, "_SLOT_BYTES", 28)
     if device == "cpu":
-        monkeypatch.setattr(fused_vae.torch.cuda, "Event", NoEvent)
+        monkeypatch.setattr(fused_vae, "StagedCopy", StageOnCPU)
     stocks = torch.randn(shape, device=device).movedim(1, -1)
     pixels = stocks if is_dense else torch.stack([stocks, stocks], -1)[..., 0]
     found = fused_vae.to_cpu(pixels)
