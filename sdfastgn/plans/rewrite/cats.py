@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, is_only, rank, shape
+from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, index_of_pad, is_only, rank, shape
 from sdfastgn.plans.rewrite.strips import convolution_of_strips, norm_of_channels
 from sdfastgn.plans.run import steps
 
@@ -100,7 +100,7 @@ def _padded_parts(r: Rewriter, n: Node, parts: Sequence[Any], dim: int) -> Node 
     """
     if not all(has(p, steps.pad) and is_only(p) and p.args[2:] == parts[0].args[2:] for p in parts):
         return None
-    at = 2 * (rank(n) - 1 - dim)  # index of the pad before axis ``dim`` in the list of pads
+    at = index_of_pad(n, dim)
     if at < 0 or at >= len(parts[0].args[1]) or parts[0].args[2] == "reflect":
         return None
     others = {(*p.args[1][:at], *p.args[1][at + 2 :]) for p in parts}
@@ -178,7 +178,7 @@ def padded_part(r: Rewriter, n: Node, cut: Any) -> Node | None:
     if not has(source, steps.pad) or dim < 2:
         return None
     x, pads, mode, value = source.args
-    at = 2 * (rank(n) - 1 - dim)
+    at = index_of_pad(n, dim)
     if not any((*pads[:at], *pads[at + 2 :])):
         return None
     first, last = start - pads[at], start - pads[at] + length  # the cut's range in the unpadded x

@@ -36,6 +36,11 @@ def rank(n: Node) -> int:
     return len(n.meta["shape"])
 
 
+def index_of_pad(n: Node, dim: int) -> int:
+    """The index of the pad before axis ``dim`` in the list of pads that ``steps.pad`` takes for ``n``."""
+    return 2 * (rank(n) - 1 - dim)
+
+
 def has(n: Any, *targets: Any) -> bool:
     """True if ``n`` is a node that calls one of ``targets``."""
     return isinstance(n, Node) and n.op == "call_function" and n.target in targets

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Node
 
-from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, is_only, rank, shape
+from sdfastgn.plans.rewrite.nodes import Rewriter, dtype, has, index_of_pad, is_only, rank, shape
 from sdfastgn.plans.run import steps
 
 
@@ -79,7 +79,7 @@ def convolution_of_strips(r: Rewriter, n: Node, parts: Sequence[Any], dim: int) 
         return None  # the convolutions have padding along the axis, or are transposed
     rows = r.cut(_node(r, top.source), dim, top.start, length)
     pads = list(top.pads or [0] * 2 * (rank(n) - 2))
-    at = _index_of_pad(rows, dim)
+    at = index_of_pad(rows, dim)
     pads[at : at + 2] = top.before, bottom.after
     if any(pads):
         rows = _node(r, _Made(steps.pad, (rows,), (tuple(pads), "constant", 0.0)))
@@ -121,7 +121,7 @@ def _padded_strip(x: Any, dim: int) -> _Strip:
     """
     if not has(x, steps.pad) or x.args[2:] != ("constant", 0):
         return _strip(x, dim)
-    inner, pads, at = _strip(x.args[0], dim), list(x.args[1]), _index_of_pad(x, dim)
+    inner, pads, at = _strip(x.args[0], dim), list(x.args[1]), index_of_pad(x, dim)
     before, after = pads[at : at + 2]
     pads[at : at + 2] = 0, 0
     return inner._replace(pads=tuple(pads) if any(pads) else (), before=before, after=after)
@@ -142,7 +142,7 @@ def _strip(x: Any, dim: int) -> _Strip:
         found = _joined(strips) if x.args[1] == dim else _side_by_side(strips, x, dim)
         if found is not None:
             return found
-    if has(x, steps.pad) and not any(x.args[1][_index_of_pad(x, dim) :][:2]):
+    if has(x, steps.pad) and not any(x.args[1][index_of_pad(x, dim) :][:2]):
         inner = _strip(x.args[0], dim)
         return inner._replace(source=_Made(steps.pad, (inner.source,), x.args[1:]))
     return _Strip(x, 0, shape(x)[dim])
@@ -207,10 +207,5 @@ def _node(r: Rewriter, source: Any) -> Node:
         to[axis] = sum(shape(node)[axis] for node in nodes)
         return r.new(steps.cat, (tuple(nodes), axis), to, dtype(nodes[0]))
     pads = source.options[0]
-    to = [size + (sum(pads[_index_of_pad(nodes[0], i) :][:2]) if i > 1 else 0) for i, size in enumerate(to)]
+    to = [size + (sum(pads[index_of_pad(nodes[0], i) :][:2]) if i > 1 else 0) for i, size in enumerate(to)]
     return r.new(steps.pad, (nodes[0], *source.options), to, dtype(nodes[0]))
-
-
-def _index_of_pad(x: Any, dim: int) -> int:
-    """Returns the index of the pad before axis ``dim`` in the list of pads that ``steps.pad`` takes for x."""
-    return 2 * (rank(x) - 1 - dim)
