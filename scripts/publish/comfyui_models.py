@@ -66,12 +66,15 @@ def unet(config: dict[str, Any]) -> nn.Module:
         return UNetModel(**_UNET, **config)
 
 
-def control_net(config: dict[str, Any]) -> nn.Module:
-    """Returns ComfyUI's ControlNet for ``unet(config)``, on the device ``meta``."""
+def control_net(config: dict[str, Any], **options: Any) -> nn.Module:
+    """Returns ComfyUI's ControlNet for ``unet(config)``, on the device ``meta``.
+
+    ``options``: further arguments of ComfyUI's class.
+    """
     from comfy.cldm.cldm import ControlNet
 
     with torch.device("meta"):
-        return ControlNet(**_UNET, **config, hint_channels=3)
+        return ControlNet(**_UNET, **config, hint_channels=3, **options)
 
 
 def write_files(folder: Path, model: str, device: str) -> None:

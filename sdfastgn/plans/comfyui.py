@@ -22,14 +22,13 @@ from comfy.patcher_extension import PatcherInjection
 from torch import nn
 
 from sdfastgn.patches.code.checked import entrances
-from sdfastgn.patches.comfyui import dynamic_vram, model_patcher, report
+from sdfastgn.patches.comfyui import control_nets, dynamic_vram, model_patcher, report
 from sdfastgn.patches.comfyui.fused_vae import FusedVAE
 from sdfastgn.patches.comfyui.inject import inject, reason_to_stay, root_of
 from sdfastgn.patches.comfyui.layers import LAYERS
 from sdfastgn.patches.comfyui.unet import has_no_patches
 from sdfastgn.patches.layout import channels_last
 from sdfastgn.patches.patcher import Finding
-from sdfastgn.patches.swap.tested_sources import Untested
 from sdfastgn.plans import comfyui_unet
 from sdfastgn.plans import install as planning
 from sdfastgn.plans.forward import PlannedForward
@@ -57,10 +56,11 @@ def optimize_model(
 
 
 def _fuse(root: nn.Module, cuda_graphs: str | bool) -> None:
-    if reason_to_stay(root) is not None or not comfyui_unet.untested_in(root):
+    if reason_to_stay(root) is not None or not comfyui_unet.reasons_for_plans(root):
         inject(root, cuda_graphs)
         return
-    comfyui_unet.PLANNED.apply(root)
+    if comfyui_unet.PLANNED.claims(root):
+        comfyui_unet.PLANNED.apply(root)
     inject(root, cuda_graphs, partial(comfyui_unet.install, trusted=TRUSTED))
 
 
@@ -92,19 +92,28 @@ def text_of(patcher: Any, has_run: bool = True) -> str:
     """Returns the report on the model of a ``ModelPatcher`` as a text of a few lines.
 
     The first line says whether sdfastgn makes the model faster. With ``has_run`` False the numbers of calls
-    are left out.
+    are left out. Of a UNet the text also has the reports on the ControlNets in the sampler's last run.
     """
+    lines = [_text_of(patcher, has_run)]
+    if has_run:
+        nets, reasons = control_nets.of_last_run(root_of(patcher))
+        lines += [_text_of(net, has_run) for net in nets]
+        lines += [f"ControlNet: not faster. {reason}" for reason in reasons]
+    return "\n".join(lines)
+
+
+def _text_of(patcher: Any, has_run: bool) -> str:
     root = root_of(patcher)
-    untested = _untested_unet(patcher)
-    if not untested and not _gets_plans(patcher):
+    reasons = _reasons_for_plans(patcher)
+    if not reasons and not _gets_plans(patcher):
         return report.text_of(patcher, has_run)
     name = type(root).__name__
     reason = report.why_stock(patcher, root)
     if reason is not None:
         return f"{name}: not faster. {reason}"
     lines = [f"{name}: faster, once its calls repeat. They run as plans"]
-    lines += [f"Reason for plans: {why}" for why in untested or report.untested_in(root)]
-    for each in comfyui_unet.inspect_plans(root) if untested else planning.inspect(root):
+    lines += [f"Reason for plans: {why}" for why in reasons or report.untested_in(root)]
+    for each in comfyui_unet.inspect_plans(root) if reasons else planning.inspect(root):
         if has_run and (each.plans or each.calls):
             share = each.kernel_bytes / max(each.bytes, 1)
             lines.append(
@@ -112,17 +121,16 @@ def text_of(patcher: Any, has_run: bool = True) -> str:
             )
         lines += [f"As stock: {count} calls of {each.path or each.kind}. Reason: {why}"
                   for why, count in each.own.items() if count]  # fmt: skip
-    return "\n".join([*lines, *(report.calls_of(root) if untested and has_run else [])])
+    return "\n".join([*lines, *(report.calls_of(root) if reasons and has_run else [])])
 
 
-def _untested_unet(patcher: Any) -> list[Untested]:
-    """Lists the untested code because of which the calls of a UNet run as plans.
+def _reasons_for_plans(patcher: Any) -> list[str]:
+    """Why the calls of a UNet or ControlNet run as plans. Empty if they do not.
 
-    The list is empty if there is no such code, or if other nodes of ComfyUI have put code into the calls,
-    which then run without plans.
+    It is also empty if other nodes of ComfyUI have put code into the calls, which then run without plans.
     """
     options = patcher.model_options.get("transformer_options", {})
-    return comfyui_unet.untested_in(root_of(patcher)) if has_no_patches(options) else []
+    return comfyui_unet.reasons_for_plans(root_of(patcher)) if has_no_patches(options) else []
 
 
 def _gets_plans(patcher: Any) -> bool:

@@ -1,11 +1,12 @@
-"""Plans for a ``UNetModel`` of ComfyUI whose code, or the code of a block, was never tested with sdfastgn.
+"""Plans for a ``UNetModel`` or ``ControlNet`` of ComfyUI whose code was never tested with sdfastgn.
 
 A plan is a traced call that runs without the model's Python. Fused blocks repeat code of ComfyUI, so they
 need releases in which this code was read and tested. Plans are traced from whatever code there is.
 
-The model gets the class ``PlannedUNetModel``. If no other node than sdfastgn's has put code into a call, the
-call runs as a plan. If Python takes longer than the GPU, the plan is captured as a CUDA graph. If another
-node has put code into a call, ComfyUI's own ``forward`` runs, and only blocks with tested code are fused.
+A ``UNetModel`` gets the class ``PlannedUNetModel``. If no other node than sdfastgn's has put code into a
+call, the call runs as a plan. If Python takes longer than the GPU, the plan is captured as a CUDA graph. If
+another node has put code into a call, ComfyUI's own ``forward`` runs, and only blocks with tested code are
+fused. A union ControlNet, which takes one of several kinds of images, runs as plans with tested code, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
+from comfy.cldm.cldm import ControlNet
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import Tensor, nn
 
@@ -24,12 +26,10 @@ from sdfastgn.patches.comfyui import graphs, report
 from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
 from sdfastgn.patches.graphs.forward import Planner
 from sdfastgn.patches.swap.fusion import ClassSwap, stock_class
-from sdfastgn.patches.swap.tested_sources import Untested, unknown_source
+from sdfastgn.patches.swap.tested_sources import unknown_source
 from sdfastgn.plans.install import Maker, Planned, described
 from sdfastgn.plans.trace.refusals import is_tracing, refuse
 
-# The name of the method whose calls are traced, and captured as CUDA graphs.
-_METHOD = "call_alone"
 # The arguments of ``_forward`` on which ``PlannedUNetModel`` relies.
 _ARGUMENTS = ["self", "x", "timesteps", "context", "y", "control", "transformer_options", "kwargs"]
 # Entries of ``transformer_options`` in which other nodes than sdfastgn's put code; else they are empty dicts.
@@ -127,12 +127,19 @@ def _reason_to_skip(unet: Any) -> str | None:
 PLANNED = ClassSwap("comfyui_planned_unet", UNetModel, PlannedUNetModel, check=_reason_to_skip)
 
 
-def untested_in(root: nn.Module) -> list[Untested]:
-    """Lists the code because of which ``root``, a ``UNetModel``, runs as plans. Empty if it gets no plans.
+def reasons_for_plans(root: nn.Module) -> list[str]:
+    """Why calls of ``root``, a ``UNetModel`` or ``ControlNet``, run as plans. Empty if it gets no plans.
 
-    This is code of ComfyUI that differs from all releases that were tested.
+    The usual reasons are of the class ``Untested``: code of ComfyUI that differs from all releases that were
+    tested.
     """
-    if stock_class(root) is not UNetModel or PLANNED.reason_to_skip(root) is not None:
+    kind = stock_class(root)
+    if kind is ControlNet:
+        # ``forward`` makes a tensor of the list of control types. A CUDA graph cannot repeat that, but in a
+        # plan this tensor is a constant.
+        is_union = getattr(root, "control_add_embedding", None) is not None
+        return [*report.untested_in(root), *(["it is a union ControlNet"] if is_union else [])]
+    if kind is not UNetModel or PLANNED.reason_to_skip(root) is not None:
         return []
     own = unknown_source(*graphs.UNET.sources)
     return list(dict.fromkeys([*report.untested_in(root), *([] if own is None else [own])]))
@@ -150,10 +157,10 @@ def inspect_plans(unet: nn.Module) -> Iterator[Planned]:
 
 
 def install(unet: nn.Module, mode: str | bool, trusted: frozenset[str]) -> None:
-    """Let calls of ``unet``, a ``PlannedUNetModel``, run as plans.
+    """Let calls of ``unet``, a ``PlannedUNetModel`` or ``FusedControlNet``, run as plans.
 
     ``mode``: the argument ``cuda_graphs`` of ``sdfastgn.optimize``. ``trusted``: names of packages whose code
     a trace may run, because it keeps no state that changes results.
     """
     planner = Planner(Maker(trusted, False), is_always=True, is_required=True)
-    graphs.install(unet, mode, _METHOD, planner)
+    graphs.install(unet, mode, planner)

@@ -1,4 +1,4 @@
-"""Runs ComfyUI's ``UNetModel`` as a CUDA graph, if no other node runs code inside of the UNet.
+"""Runs ComfyUI's ``UNetModel`` and ``ControlNet`` as CUDA graphs, if no other node runs code inside of them.
 
 Other nodes put code into a UNet as entries of ``transformer_options``: patches, or functions that replace an
 attention. A call with such an entry, or with an unknown entry, runs without a graph. ComfyUI's own entries
@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from comfy import model_management
+from comfy.cldm.cldm import ControlNet
 from comfy.ldm.modules.attention import CrossAttention
 from comfy.ldm.modules.diffusionmodules import openaimodel
 from comfy.ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential, UNetModel
@@ -70,22 +71,21 @@ def calls_of_run(unet: nn.Module) -> tuple[int, Counter[str]]:
     return graphed.replays - replays, graphed.eager - eager
 
 
-def install(
-    unet: nn.Module, mode: str | bool, method: str = "forward", planner: Planner | None = None
-) -> None:
+def install(unet: nn.Module, mode: str | bool, planner: Planner | None = None) -> None:
     """Let calls of ``unet`` become CUDA graphs; if ``mode`` is False, drop its graphs and make no new ones.
 
+    The calls are those of its method ``call_alone``, which runs if no other node has put code into a call.
+
     Args:
-        unet: the model.
+        unet: a model of a class of sdfastgn with this method: a UNet or a ControlNet.
         mode: "auto" captures the second call with the same shapes and arguments, True the first, False none.
-        method: the name of the method whose calls become graphs.
         planner: makes plans for the calls (traced lists of kernels), which run in place of the method's
             Python; None for no plans.
     """
     graphed = _graphs.get(unet)
-    if graphed is None or (graphed.method, graphed.planner) != (method, planner):
+    if graphed is None or graphed.planner != planner:
         drop(unet)
-        graphed = _graphs[unet] = GraphedForward(unet, mode, method=method, planner=planner)
+        graphed = _graphs[unet] = GraphedForward(unet, mode, method="call_alone", planner=planner)
     graphed.mode = mode
     if mode is False:
         graphed.clear()
@@ -156,25 +156,6 @@ class FusedUNetModel(UNetModel):
     x (N, C, H, W), timesteps (N,), context (N, tokens, D) -> (N, C_out, H, W).
     """
 
-    def forward(
-        self,
-        x: Tensor,
-        timesteps: Tensor | None = None,
-        context: Any = None,
-        y: Tensor | None = None,
-        control: Any = None,
-        transformer_options: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        # A call without ``transformer_options`` comes from ``GraphedForward``, which captures and replays
-        # graphs.
-        if transformer_options is None:
-            if control is not None:
-                control = {name: list(entries) for name, entries in control.items()}
-            with keeping_interrupts():
-                return super()._forward(x, timesteps, context, y, control, {}, **kwargs)
-        return super().forward(x, timesteps, context, y, control, transformer_options, **kwargs)
-
     def _forward(
         self,
         x: Tensor,
@@ -198,6 +179,34 @@ class FusedUNetModel(UNetModel):
         if control is not None:
             _remove_used(self, control)
         return output
+
+    def call_alone(
+        self,
+        x: Tensor,
+        timesteps: Tensor | None = None,
+        context: Any = None,
+        y: Tensor | None = None,
+        control: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Compute a call into which no other node has put code. ``control`` stays as it is."""
+        if control is not None:
+            control = {name: list(entries) for name, entries in control.items()}
+        with keeping_interrupts():
+            return super()._forward(x, timesteps, context, y, control, {}, **kwargs)
+
+
+class FusedControlNet(ControlNet):
+    """``ControlNet`` that runs as a CUDA graph where possible. ComfyUI passes it no code of other nodes."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        graphed = _graphs.get(self)
+        with outside_inference_mode():
+            return (graphed or self.call_alone)(*args, **kwargs)
+
+    def call_alone(self, *args: Any, **kwargs: Any) -> Any:
+        with keeping_interrupts():
+            return super().forward(*args, **kwargs)
 
 
 @contextmanager
@@ -256,3 +265,10 @@ UNET = ClassSwap(
         tested(CrossAttention, "forward"),
     ),
 )
+
+CONTROL_NET = ClassSwap("comfyui_control_net", ControlNet, FusedControlNet)
+
+
+def is_capturable(module: nn.Module) -> bool:
+    """True if ``module`` has a class of sdfastgn whose calls can become CUDA graphs."""
+    return UNET.is_applied(module) or CONTROL_NET.is_applied(module)

@@ -35,6 +35,7 @@ _BLOCKS = (
     *vae.BLOCKS,
     *tiled_decode.AUTOENCODERS,
     graphs.UNET,
+    graphs.CONTROL_NET,
 )
 # The fusions of ComfyUI's own classes. The report uses them to find what will be fused once a model is
 # loaded.
@@ -86,7 +87,7 @@ def inject(
 
     If an error occurs, ``root`` is restored before the error is raised.
 
-    ``install``: called with each UNet whose class can have CUDA graphs, and with the mode of the graphs.
+    ``install``: called with each model whose class can have CUDA graphs, and with the mode of the graphs.
     """
     if not has_blocks(root):
         return
@@ -103,7 +104,7 @@ def inject(
                     _apply(fusion, module)
         channels_last.apply(root)
         for module in root.modules():
-            if graphs.UNET.is_applied(module):
+            if graphs.is_capturable(module):
                 install(module, cuda_graphs if is_loaded(module) else False)
         check_calls(root)
     except BaseException:

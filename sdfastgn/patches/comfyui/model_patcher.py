@@ -15,9 +15,9 @@ import comfy.sd
 from comfy.patcher_extension import CallbacksMP, PatcherInjection
 from torch import nn
 
-from sdfastgn.patches.comfyui import dynamic_vram
+from sdfastgn.patches.comfyui import control_nets, dynamic_vram
 from sdfastgn.patches.comfyui.fused_vae import FusedVAE
-from sdfastgn.patches.comfyui.graphs import UNET, begin_run
+from sdfastgn.patches.comfyui.graphs import begin_run, is_capturable
 from sdfastgn.patches.comfyui.inject import KEY, drop_graphs, eject, inject, root_of
 from sdfastgn.patches.comfyui.report import text_of
 from sdfastgn.patches.comfyui.staying import stay_fused
@@ -34,10 +34,9 @@ def optimize_model(
 ) -> Any:
     """Returns a clone of the ``ModelPatcher`` ``model``. While the clone is loaded, its model is fused.
 
-    The clone's model stays fused between two runs of the sampler (``staying.py``). ``model`` itself runs
-    ComfyUI's code. Under DynamicVRAM the clone has a second model, read from the same file, whose weights
-    stay on the GPU. If that is not possible, for instance because the GPU has too little memory, the clone
-    runs ComfyUI's code.
+    The clone's model stays fused between two runs of the sampler (``staying.py``), and during a run also its
+    ControlNets are fused. ``model`` itself runs ComfyUI's code. Under DynamicVRAM the clone has a second
+    model, whose weights stay on the GPU. If the GPU has too little memory, the clone runs ComfyUI's code.
 
     Args:
         model: ComfyUI's MODEL, a ``ModelPatcher``.
@@ -57,14 +56,14 @@ def optimize_model(
         raise ValueError(f'sdfastgn: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
     clone = dynamic_vram.clone(model)
     stay_fused(clone)
+    control_nets.optimize_in_runs(clone, cuda_graphs, lambda net: optimize_model(net, cuda_graphs, fuse=fuse))
 
     def put_in(patcher: Any) -> None:
         if not dynamic_vram.is_dynamic(patcher):
             fuse(root_of(patcher), cuda_graphs)
 
     def take_out(patcher: Any, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # When Python exits, ComfyUI ejects the models that are still loaded. Nothing is done then, because
-        # some of the Python modules that ``eject`` needs are already gone.
+        # ComfyUI also ejects when Python exits, and then modules that ``eject`` needs may be gone.
         if not is_finalizing():
             eject(root_of(patcher))
 
@@ -72,7 +71,7 @@ def optimize_model(
         # ``patcher.is_injected`` may be True although the model is not fused. This happens if ``patcher`` was
         # cloned while its model was fused: the clone shares the model, and restores it when the clone is
         # deleted. Then the model is fused again here.
-        if patcher.is_injected and not UNET.is_applied(root_of(patcher)):
+        if patcher.is_injected and not is_capturable(root_of(patcher)):
             put_in(patcher)
         begin_run(root_of(patcher))
 

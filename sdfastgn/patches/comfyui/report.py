@@ -30,6 +30,7 @@ _WORDS = {
     "comfyui_attn_block": "attention",
     "comfyui_vae_upsample": "upsampling",
     "comfyui_unet": "UNet",
+    "comfyui_control_net": "ControlNet",
     "comfyui_encoder": "encoder",
     "comfyui_decoder": "decoder",
     "comfyui_tiled_decode": "tiled decode",

@@ -37,6 +37,7 @@ import operator
 import sys
 import threading
 import types
+import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from itertools import chain
@@ -79,7 +80,7 @@ TRUSTED = sys.stdlib_module_names | {
     "sdfastgn",
 }
 _TENSOR_TYPES = (Tensor, nn.Parameter)
-_NUMBERS_AND_NAMES = (bool, int, float, complex, str, bytes, range, type(None))
+_NUMBERS_AND_NAMES = (bool, int, float, complex, str, bytes, range, type(None), uuid.UUID)
 _KINDS_OF_TENSORS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 # Classes of leaves: values that refer to no other object that must be watched.
 _LEAVES = (*_NUMBERS_AND_NAMES, *_KINDS_OF_TENSORS, type, types.ModuleType, weakref.ref)

@@ -1,0 +1,113 @@
+"""Optimizes the ControlNets that the sampler runs beside an optimized UNet.
+
+In ComfyUI a ControlNet is part of the conditioning (the prompts with their settings), so a node that
+optimizes a UNet does not see it. When the sampler loads an optimized UNet, the run gets a copy of its
+conditioning, in which the models of ControlNets are optimized. The workflow's own conditioning stays as it
+is.
+
+This is done for ControlNets of SD 1.5, SD 2 and SDXL. T2I-Adapters, Control-LoRAs and ControlNets of other
+nodes' own classes run as stock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from comfy.controlnet import ControlNet
+from comfy.patcher_extension import WrappersMP
+from torch import nn
+
+from sdfastgn.patches.comfyui import dynamic_vram
+from sdfastgn.patches.comfyui.graphs import CONTROL_NET
+from sdfastgn.patches.comfyui.inject import KEY, root_of
+from sdfastgn.patches.comfyui.staying import staying
+
+# The attribute of a stock ControlNet's ``ModelPatcher`` that keeps its optimized clone for the next run.
+_CLONE = "_sdfastgn_clone"
+# A dict from a UNet to the ControlNets in the sampler's last run: the optimized ``ModelPatcher`` objects, and
+# the reasons why others run as stock.
+_last_run: weakref.WeakKeyDictionary[nn.Module, tuple[list[weakref.ref[Any]], list[str]]]
+_last_run = weakref.WeakKeyDictionary()
+
+
+def of_last_run(unet: nn.Module) -> tuple[list[Any], list[str]]:
+    """What the sampler's last run of ``unet`` did with ControlNets.
+
+    Returns the ``ModelPatcher`` objects of optimized ControlNets, and the reasons why others ran as stock.
+    """
+    clones, reasons = _last_run.get(unet, ([], []))
+    return [found for each in clones if (found := each()) is not None], reasons
+
+
+def optimize_in_runs(patcher: Any, cuda_graphs: str | bool, optimize: Callable[[Any], Any]) -> None:
+    """Let each run of the sampler with ``patcher``, an optimized UNet, optimize the run's ControlNets.
+
+    ``cuda_graphs``: says when calls become CUDA graphs. ``optimize``: returns an optimized clone of the
+    ``ModelPatcher`` of a ControlNet.
+    """
+
+    def load(executor: Any, patcher: Any, noise_shape: Any, conds: Any, *args: Any, **options: Any) -> Any:
+        nets = _Nets(patcher, cuda_graphs, optimize)
+        conds = {name: [nets.in_entry(entry) for entry in entries] for name, entries in conds.items()}
+        with contextlib.ExitStack() as stack:
+            for each in nets.clones:
+                stack.enter_context(staying(each))
+            loaded = executor(patcher, noise_shape, conds, *args, **options)
+        for each in nets.clones:
+            each.pre_run()
+        _last_run[root_of(patcher)] = [weakref.ref(each) for each in nets.clones], nets.reasons
+        return loaded
+
+    # Old releases of ComfyUI have no wrappers around the function that loads the sampler's models.
+    if hasattr(WrappersMP, "PREPARE_SAMPLING"):
+        patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)
+        patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, load)
+
+
+class _Nets:
+    """Copies the ControlNets of one run, with optimized models.
+
+    Attributes:
+        clones: the optimized ``ModelPatcher`` objects.
+        reasons: why the models of other ControlNets are not optimized.
+    """
+
+    def __init__(self, unet: Any, cuda_graphs: str | bool, optimize: Callable[[Any], Any]) -> None:
+        self._unet, self._cuda_graphs, self._optimize = unet, cuda_graphs, optimize
+        self._copies: dict[Any, Any] = {None: None}
+        self.clones: list[Any] = []
+        self.reasons: list[str] = []
+
+    def in_entry(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """``entry``, one prompt of the conditioning, with a copy of its ControlNet."""
+        return {**entry, "control": self._copy_of(entry["control"])} if "control" in entry else entry
+
+    def _copy_of(self, control: Any) -> Any:
+        """A copy of ``control`` and of the ControlNets that are chained before it."""
+        if control not in self._copies:
+            found = self._copies[control] = copy.copy(control)
+            found.previous_controlnet = self._copy_of(control.previous_controlnet)
+            # A ControlNet with ``multigpu_clones`` has more models, on other GPUs.
+            is_known = type(control) is ControlNet and CONTROL_NET.claims(control.control_model)
+            if is_known and not getattr(control, "multigpu_clones", None):
+                found.control_model_wrapped = self._clone_of(control.control_model_wrapped)
+                found.control_model = found.control_model_wrapped.model
+        return self._copies[control]
+
+    def _clone_of(self, stock: Any) -> Any:
+        if dynamic_vram.is_dynamic(stock):
+            reason = dynamic_vram.reason_to_stay(stock, beside=(self._unet, *self.clones))
+            if reason is not None:
+                self.reasons.append(reason)
+                return stock
+        mode, clone = vars(stock).get(_CLONE, (None, None))
+        if clone is None or mode != self._cuda_graphs:
+            clone = self._optimize(stock)
+            vars(stock)[_CLONE] = self._cuda_graphs, clone
+        if clone not in self.clones:
+            self.clones.append(clone)
+        return clone
