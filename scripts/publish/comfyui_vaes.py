@@ -245,6 +245,7 @@ def _decoded(vae: Any, latent: Tensor, rounds: int) -> tuple[Tensor, float, floa
 
 def _decode(vae: Any, latent: Tensor) -> Tensor:
     """Decodes ``latent`` as the node VAE Decode does. Returns the pixels, on the CPU."""
+    torch.manual_seed(0)  # LTX's decoder draws noise
     pixels = vae.decode(latent)
     end_of_node()
     return pixels
