@@ -131,8 +131,9 @@ NODES = (
     Node(
         "SdfastgnOptimize",
         "sdfastgn Optimize",
-        "Makes a model faster: fused channels-last kernels and CUDA graphs. The images stay the same up to "
-        "rounding. After each run the text on the node says what became faster, and what did not and why.",
+        "Makes a model and the ControlNets that it runs with faster: fused channels-last kernels and CUDA "
+        "graphs. The images stay the same up to rounding. After each run the text on the node says what "
+        "became faster, and what did not and why.",
         (_MODEL, _GRAPHS_INPUT, _VAE._replace(is_optional=True)),
         (
             Output("model", "MODEL", "A faster copy. The model that came in stays as it was."),
