@@ -191,8 +191,8 @@ class Reach:
     def _read_function(self, function: types.FunctionType) -> None:
         """Read the bytecode of ``function`` if its package is one whose code is read.
 
-        A function of any other package is read too if code of the model names it, because it then replaces a
-        function of the model.
+        A function of an unknown package is read too if code of the model names it: other code has then put
+        it in the place of a function of the model.
         """
         module = function.__globals__.get("__name__")
         is_replacement = self._is_in_model and package_of(module) not in _NOT_READ

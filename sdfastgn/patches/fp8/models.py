@@ -361,7 +361,8 @@ def reason_now(model: nn.Module) -> str | None:
 def generation(model: nn.Module) -> int:
     """A number that changes whenever CUDA graphs of ``model`` become invalid because of fp8.
 
-    They become invalid if products get other weights or free their copies of weights in E4M3.
+    They become invalid if products get other weights, free their copies of weights in E4M3, or stop or
+    resume running in E4M3.
     """
     own = _models.get(model)
     return 0 if own is None else own.replaced

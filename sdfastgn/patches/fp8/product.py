@@ -161,7 +161,7 @@ class Product:
         )
 
     def is_of(self, weights: Sequence[Tensor]) -> bool:
-        """True if this product now has a copy in E4M3 of the present values of ``weights``.
+        """True if this product computes with ``weights``, and has no outdated copy of them in E4M3.
 
         An outdated copy is written again first. False if ``weights`` have another dtype, device or size than
         the product's, or if a CUDA graph is being captured and the copy is outdated.
@@ -199,8 +199,8 @@ class Product:
         """Tell the ``Products`` object of the model that the copy of the weights in E4M3 has changed.
 
         The copy may be new, outdated or freed. ``is_replaced``: True if it was freed or is of other weights.
-        Then CUDA graphs that read the copy must not run again. While the product does not run in E4M3, no
-        graph reads the copy.
+        If the product runs in E4M3, CUDA graphs that read the copy must then not run again. Otherwise no
+        graph reads it.
         """
         model = self.model()
         if model is not None:
@@ -241,7 +241,7 @@ class Product:
         self._changed(is_replaced=True)
 
     def _quantize(self, weights: Sequence[Tensor]) -> None:
-        """Update the copy of the weights in E4M3, unless the product runs in the model's dtype for good."""
+        """Update the copy of the weights in E4M3 if the product runs in E4M3 or is suspended."""
         state = _state(weights)
         if self.is_on or self._is_suspended:
             self._write(weights)

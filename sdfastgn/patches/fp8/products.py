@@ -46,8 +46,8 @@ class Products:
         quantizers: the scales that CUDA graphs read, and the counters that they write, (products,
             ``NUMBERS``). ``refresh`` writes the scales.
         writes: counts how often weights were found to have changed.
-        replaced: counts how often a product that runs in E4M3 got other weights, such as merged ones, or
-            freed the copy of its weights in E4M3.
+        replaced: counts how often older CUDA graphs became invalid: a product in E4M3 got other weights,
+            such as merged ones, freed the copy of its weights, or stopped or resumed running in E4M3.
         counts: counts the values beyond the range of E4M3 in the model's calls.
 
     Args:
@@ -119,6 +119,8 @@ class Products:
 
     def changed(self, *, is_replaced: bool) -> None:
         """A matrix product calls this when the copy of its weights in E4M3 is new, outdated or freed.
+
+        It also calls this when it stops or resumes running in E4M3.
 
         ``is_replaced``: True if CUDA graphs captured before this must not run again.
         """

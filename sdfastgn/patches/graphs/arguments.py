@@ -159,7 +159,8 @@ class Call:
     def _take(self, value: Any, tokens: list[Any], path: str, number: Number | None = None) -> Any:
         """Separates the tensors in ``value`` from the rest. Appends a description of ``value`` to ``tokens``.
 
-        Returns ``value`` with a ``_Slot``, which has the index of the tensor, in place of each tensor.
+        Returns ``value`` with a ``_Slot`` or ``_FactorSlot`` in place of each tensor, and of a number that
+        ``number`` describes.
 
         Args:
             value: an argument, or a part of an argument.
@@ -178,8 +179,8 @@ class Call:
         elif number is not None:
             if kind is Tensor and value.device.type == "cpu" and value.dim() == 0:
                 return self._slot(value.item(), _Spec((), (), value.dtype), tokens)
-            # A number becomes a tensor of the dtype to which diffusers' forward would convert it. The forward
-            # accepts NumPy's integers and ``np.float64``, and raises an error for NumPy's other numbers.
+            # A number becomes a tensor of the dtype to which diffusers' forward would convert it. For NumPy's
+            # numbers, except integers and ``np.float64``, the forward raises an error: they stay as they are.
             if is_number(value) and isinstance(value, (float, Integral)):
                 dtype = number.float_dtype if isinstance(value, float) else torch.int64
                 spec = _Spec((), (), dtype)

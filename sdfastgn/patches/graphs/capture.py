@@ -356,7 +356,8 @@ class CudaBackend:
     def rehearse(self, fn: Callable[[], Any]) -> None:
         def call() -> None:
             fn()
-            # Other threads still compile kernels. Meanwhile the driver can load the code for matrix products.
+            # ``fn`` has started threads that compile its kernels. While they work, the driver loads the
+            # algorithms for matrix products that are timed later.
             load_algorithms()
 
         with torch.cuda.device(self._device), chosen_after():

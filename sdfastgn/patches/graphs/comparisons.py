@@ -140,7 +140,8 @@ class Attributes:
 
     Args:
         inert: names of attributes that may change.
-        plain_dicts: names of attributes whose values are always plain dicts, never of a subclass of dict.
+        plain_dicts: names of attributes that are always plain dicts. Only the classes of other dicts are
+            compared.
     """
 
     def __init__(self, inert: Collection[str], plain_dicts: Collection[str]) -> None:

@@ -172,8 +172,8 @@ def is_tested(module: nn.Module) -> bool:
 def is_number(value: Any) -> bool:
     """True for an int, a float or a real number of NumPy. No other value may be replaced by a ``Factor``.
 
-    Some code of diffusers refuses NumPy's numbers. The user still gets diffusers' error, because a model's
-    first call runs without a graph.
+    Some code of diffusers raises an error for NumPy's numbers. A user usually still gets this error, because
+    a model runs without a graph before its first capture.
     """
     kind = type(value)
     return kind in (int, float) or is_numpy_real(kind)

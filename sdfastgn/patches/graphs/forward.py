@@ -223,7 +223,8 @@ class GraphedForward(MethodEntry):
         self.mode: str | bool = False
         self.training: _TrainingForward | None = None
         self.set_mode(mode)
-        # If ``states`` is given, this object belongs to another ``GraphedForward``, which is registered.
+        # If ``states`` is given, another ``GraphedForward`` has made this object for one state of the code
+        # (``_of_state``). ``all_of`` must find only that other one, so only it is registered.
         if states is None:
             self.register()
 

@@ -229,9 +229,9 @@ class AdapterSurvey:
         )
 
     def _note(self) -> None:
-        """If a tensor behind merged weights has new contents, mark all merged weights as outdated.
+        """Mark all merged weights as outdated, unless the tensors behind them have the recorded contents.
 
-        Merged weights are computed from such tensors. Their new contents are recorded.
+        Merged weights are computed from these tensors. Their new contents are recorded.
         """
         # Only tensors on the devices of the merged weights are compared. Inactive adapters may be in main
         # memory, where diffusers' ``set_lora_device`` puts them.

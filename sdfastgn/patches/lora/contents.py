@@ -127,8 +127,8 @@ class Contents:
     def _with_tensors(self, tensors: Sequence[Tensor]) -> Iterator[tuple[_Part, Sequence[Tensor]]]:
         """Yields (the ``_Part`` with the checksums, the tensors) of each device."""
         for part, places in self._parts:
-            # With one device the list is not copied: copying two thousand tensors takes as long as the
-            # comparison.
+            # With one device, ``tensors`` itself is yielded: making another list of two thousand tensors
+            # takes as long as the comparison.
             yield part, tensors if len(self._parts) == 1 else [tensors[at] for at in places]
 
     def looked_same(self) -> bool:

@@ -82,9 +82,9 @@ class Record:
     def fits(self, source: Source) -> bool:
         """True if ``self.layer`` can hold the merged weight and bias computed from ``source``.
 
-        ``self.layer``, a plain layer, must have the settings and forward hooks of ``source.base``, and a
-        weight with the dtype, device, shape and strides of ``source.weight``. It must have a bias exactly if
-        the merged layer needs one.
+        ``self.layer``, a plain layer, must have the settings and forward hooks of ``source.base``, the
+        model's own layer. Its weight must have the dtype, device, shape and strides of the own layer's
+        weight. It must have a bias exactly if the own layer or an adapter has one.
         """
         (weight, bias), like = parameters_of(self.layer), source.weight
         own, base = vars(self.layer), vars(source.base)

@@ -309,7 +309,7 @@ def _group_of(layer: nn.Module, weight: Tensor) -> _Siblings:
     behind them have other contents now. This is not done while a CUDA graph is captured.
     """
     group = _siblings.get(layer)
-    if group is None:  # a copied or unpickled layer, which ``adopt`` has not seen, is alone
+    if group is None:  # a copied or unpickled layer, which ``adopt`` has not seen, is its own group
         group = _siblings[layer] = _Siblings([layer])
     if group.calls.begins(layer) and not _is_capturing(weight):
         group.compare()

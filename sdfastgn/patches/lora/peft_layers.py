@@ -87,7 +87,7 @@ class _MergedLayer(nn.Module):
 
 
 class MergedLinear(_MergedLayer, lora.Linear):
-    """``peft.tuners.lora.layer.Linear`` that runs with merged weights, or, in training, in fewer passes."""
+    """``peft.tuners.lora.layer.Linear`` with merged weights. In training: with fewer passes over results."""
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         y = None if args or kwargs else trained(self, x)
