@@ -83,8 +83,9 @@ _TRACES = 2
 # If the model changes again and again after fewer calls than this, it runs its own code for a while. A trace
 # takes as long as the Python code of 30 to 60 calls, and a plan saves only a part of that in each call.
 SHORT_LIFE = 16
-# How often the same attention mask must be looked up (``Masks.lengths``) until its keys are counted. A module
-# with CUDA graphs needs one look-up more, because each of its calls looks the mask up twice.
+# The keys that attention masks show are counted in the second call with the same masks: when the masks are
+# looked up (``Masks.lengths``) for the second time. A module with CUDA graphs looks them up twice in a call.
+# There it is the third time.
 _LOOKS = 2
 # Set while a call is captured as a CUDA graph: (the call's plan with all attention masks, the number of keys
 # that each mask shows). The capture runs on copies of the arguments, whose keys need not be counted again.

@@ -63,8 +63,8 @@ class Guard:
             self._watch = Watch(module, is_harmless, device, survey, **options)  # type: ignore[arg-type]
             self.reason = self.reason or self._watch.reason
         except Exception as error:
-            # Looking at the module may fail if another thread has begun to ``optimize`` the model, and writes
-            # into modules meanwhile.
+            # If another thread begins to ``optimize`` the model, and so writes into its modules meanwhile,
+            # looking at the module may fail. Then the module cannot be traced.
             self.reason = reason_of_error(error)
         if states.are_too_many:
             self.reason = "other code replaces and puts back what it runs, in too many ways"

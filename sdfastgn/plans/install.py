@@ -323,8 +323,8 @@ def install(
     # that uses them gets no plans.
     has_fp8 = fp8.is_allowed(root) and weights is None
     can_have = is_on and not has_fp8 and kind.why_not is None
-    # A model that does not gain by plans keeps the plans that it has, unless it has modules whose calls may
-    # become CUDA graphs.
+    # A model that does not gain by plans keeps those that it has. But if calls of its modules may become CUDA
+    # graphs, these take the place of the plans.
     keeps_plans = has_plans_now(root) and next(outermost(root), None) is None
     has_plans = can_have and (kind.gains or keeps_plans)
     is_transformer = (has_plans or GraphedForward.of(root) is not None) and kind.is_transformer
@@ -356,7 +356,7 @@ def install(
             made = kept or PlannedForward(module, trusted, own_entry, method, None, verifies, weights=weights)
             made.put(place)
         if PlannedForward.of(module) is not None and not takes_adapters(list(module.modules())):
-            stop_checking([module])  # its ``PlannedForward`` already looks for replaced functions
+            stop_checking([module])  # from now on only its ``PlannedForward`` looks for replaced functions
 
 
 def _set_planners(root: nn.Module, maker: Maker | None, kind: Kind, is_transformer: bool) -> set[nn.Module]:

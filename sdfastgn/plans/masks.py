@@ -50,7 +50,7 @@ class _Content:
     """The arguments of one call from which attention masks are computed. The tensors are not kept alive.
 
     Attributes:
-        looks: in how many look-ups these tensors were found unchanged.
+        looks: how often these tensors were looked up, unchanged since the first time.
         lengths: how many keys each mask shows. None if the keys were not counted yet, or if all masks are
             needed.
     """

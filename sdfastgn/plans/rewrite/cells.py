@@ -205,7 +205,7 @@ def _nested(r: Rewriter, outer: Node, inner: Node) -> Node:
 
 
 def scaled(r: Rewriter, n: Any) -> Node | None:
-    """Replaces conv(x) * factor or conv(x) / divisor, without overlapping windows, by one scaled one."""
+    """Replaces conv(x) * factor or conv(x) / divisor by one node, which scales the convolution's filters."""
     of, factor = n.args[0], number(n)
     if not has(of, gathered, scattered) or not is_only(of) or not factor or dtype(of) != dtype(n):
         return None

@@ -56,7 +56,8 @@ class Source(NamedTuple):
         of_image: the mode of the pad along height and width; None if there is no such pad.
         times: how often each element is repeated along time, height and width.
         kept: the frames that other nodes keep for the next chunk of the video.
-        norm: a norm between the pads and the convolution. If it is None, x may be a norm.
+        norm: the node of a norm between the pads and the convolution, or None. If it is None and x is the
+            result of a norm, ``steps.frames`` can compute that norm too, before the pads.
     """
 
     x: Any

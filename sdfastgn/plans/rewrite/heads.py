@@ -53,7 +53,7 @@ class _Part(NamedTuple):
         return self.weight is not None or self.layer
 
     def after(self, norm: _Part) -> _Part:
-        """Returns a part that applies the norm of ``norm``, and then the rotary embedding of this part."""
+        """Returns this part, but with the norm of the other part ``norm`` before the rotary embedding."""
         return self._replace(weight=norm.weight, eps=norm.eps, bias=norm.bias, layer=norm.layer)
 
 

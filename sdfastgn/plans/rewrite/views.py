@@ -46,7 +46,7 @@ def _before_views(r: Rewriter, n: Node) -> Node | None:
     if has(n, steps.group_norm) and not _keeps_samples(views):
         if not _is_frames_as_images(x, views):
             return None
-        args[8] = True  # the argument ``framewise``: each frame is normalized by itself
+        args[8] = True  # ``framewise``: like the images before, each frame is normalized by itself
     return applied(r, views, r.like(n.target, args, x, **n.kwargs))
 
 

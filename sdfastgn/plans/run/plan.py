@@ -102,7 +102,7 @@ class Plan:
         self._held_written = [i for i, n in enumerate([*read, *others]) if n in written]
         self._lock = threading.Lock()
         self._rows = _rows_of_products(graph, read)
-        graph.owning_module = None  # the graph has no ``get_attr`` nodes that need its module
+        graph.owning_module = None  # the graph's module is not needed: there are no ``get_attr`` nodes
         self.graph = graph
         self.steps: list[Step] = steps_of(graph)
         self.writes = bool(written)
@@ -377,7 +377,8 @@ def _guarded(graph: fx.Graph, constants: list[Node]) -> list[Node]:
     """Inserts a copy of each value that a step of ``graph`` would write over although it must not change.
 
     Such values are constants, parameters, arguments of the call, and values that are read later. Constants
-    that the call returns are copied too. Returns ``constants``, and the copies that are constants too.
+    that the call returns are copied too. Returns ``constants``, and the copies from which only constants are
+    computed.
     """
     found, last = set(constants), _last_readers(graph)
     for i, n in enumerate(list(graph.nodes)):

@@ -415,7 +415,7 @@ def _objection(func: Any, args: Any, kwargs: Any) -> str | None:
     """Returns why the op cannot be recorded as an action. None if it can."""
     name = func.name()
     if func is aten.index.Tensor and all(i is None or i.dtype in _INDICES for i in args[1]):
-        return None  # the result's shape depends on values only of boolean masks
+        return None  # the result's shape depends on the values of masks, but not of integer indices
     if any(tag in func.tags for tag in _READS_VALUES):
         return f"{name} reads a value"
     if torch.Tag.nondeterministic_seeded in func.tags and _argument(func, "dropout_p", args, kwargs) != 0:

@@ -128,8 +128,8 @@ class _Writer:
         self.tensors: dict[str, _Source] = {}
         self.addresses: dict[str, str] = {}
         self.known: dict[Any, str] = {}  # place, memory or object -> its name in the function
-        # Maps a place, a (memory, dtype) or a memory to the first operand there: (its index in a tuple, its
-        # place). For operands that lie side by side: (their indices, their common place).
+        # Maps a place, a (memory, dtype) or a memory to the first operand there: ((its index,), its place).
+        # For operands that lie side by side: (their indices, their common place).
         self.owners: dict[Any, tuple[tuple[int, ...], Place]] = {}
         rows = [((i,), place) for i, place in enumerate(recording.operands)]
         for row, place in (*rows, *((row, place) for place, row in recording.rows.items())):

@@ -261,7 +261,7 @@ def shared_state() -> Iterator[None]:
     """A context for a trace. It makes changes that affect all threads, and undoes them after the last trace.
 
     They stop torch.compile, and make methods that read values of tensors fail in threads that trace. Raises
-    RuntimeError inside of a function that torch.compile is about to compile.
+    RuntimeError inside of a function that runs under torch.compile.
     """
     global _traces
     with _lock:

@@ -151,8 +151,8 @@ class TracedTensor(Tensor):
 def make(
     m: Metadata, node: fx.Node, base: TracedTensor | None = None, path: tuple[Step, ...] = ()
 ) -> TracedTensor:
-    # In inference mode too, traced tensors are no inference tensors, because PyTorch's views of parameters
-    # are none either.
+    # Traced tensors may stand for views of parameters. Such views are no inference tensors, not even in
+    # inference mode. So traced tensors are none either.
     with torch.inference_mode(False):
         t: Any = private.make_wrapper(TracedTensor, m.shape, strides=m.stride, dtype=m.dtype, device=m.device)
     t.metadata, t.node, t.base, t.path = m, node, base, path

@@ -195,7 +195,7 @@ def grouped_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Returns ``layer_norm(u)`` and ``u + total_bias``, where u is x + residual + repeated rows.
 
-    To row i of x and of the residual it adds ``rows[i // period % len(rows)]``.
+    Row i of u is ``x[i] + residual[i] + rows[i // period % len(rows)]``.
     """
     groups = grouped.Groups(period, rows.contiguous())
     parts = x.contiguous(), None if residual is None else residual.contiguous()

@@ -29,7 +29,7 @@ def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _channels_last_reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Computes ``x.reshape(shape)``. The result is channels-last if its channels are whole axes of x."""
+    """Computes ``x.reshape(shape)``. Channels-last if axes 0 and 1 of the result join whole axes of x."""
     first, samples = 0, 1
     while samples < shape[0]:
         samples, first = samples * x.shape[first], first + 1
