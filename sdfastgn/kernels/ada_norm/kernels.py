@@ -18,8 +18,8 @@ Strides are passed in units of ``VECTOR`` elements, and the kernel multiplies th
 compiler knows that the products are multiples of ``VECTOR``, and loads vectors.
 
 Numerics: all arithmetic is fp32. The sum is rounded before its norm, and y is rounded once. Sums have a fixed
-order and no atomics. A LayerNorm subtracts the mean before it squares. Where the mean itself would be too
-inexact, in fp32 and fp16, the mean of the differences is subtracted too.
+order and no atomics. A LayerNorm subtracts the mean before it squares. If x is fp32 or fp16, the mean of the
+differences is then subtracted too. It is the rounding error of the first mean, which does not matter in bf16.
 """
 
 from __future__ import annotations

@@ -104,8 +104,9 @@ def fits_heads(q: Tensor, k: Tensor, v: Tensor, most: int, at_once: int) -> bool
     tokens, channels).
 
     Args:
-        most: maximum number of channels of a head.
-        at_once: maximum number of channels that a program holds at once.
+        most: maximum number of channels of a head that the kernel supports.
+        at_once: a program holds all channels of a head at once, but not more than this number. The GPU must
+            have enough registers for them (``runs_on``).
     """
     return (
         q.dtype in (torch.float16, torch.bfloat16)

@@ -123,7 +123,7 @@ def runs_in_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         not torch.compiler.is_dynamo_compiling()
         and not is_tracing()  # under torch.jit.trace, sizes are tensors and cannot decide anything
-        and torch.version.hip is None  # AMD's GPUs cannot multiply 16-bit matrices to fp32 results
+        and torch.version.hip is None  # on AMD, ``torch.bmm`` may refuse fp32 results of 16-bit matrices
         # ``pays`` comes before the slower checks. It is False for heads of at most 256 channels, which UNets
         # usually have. So UNets go on to PyTorch's attention without the slower checks.
         and pays(q.shape[-2], k.shape[-2], q.shape[-1])

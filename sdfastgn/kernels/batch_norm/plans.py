@@ -63,7 +63,7 @@ class Moments:
         self._merge = merge_launch(sample, sample.x.shape[2], partials, tile, no_table)
 
     def on_stream(self, stream: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes mean and variance of ``x`` on ``stream`` of the current device.
+        """Computes mean and variance of each channel of ``x`` on ``stream`` of the current device.
 
         ``x`` must have no gaps in memory.
         """

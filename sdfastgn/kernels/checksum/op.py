@@ -49,9 +49,9 @@ class Checksums:
     Args:
         tensors: as for ``checksums``, but also on a CPU.
         periods: for each tensor the number of calls that together read it wholly. A tensor is divided into
-            blocks of ``BLOCK`` words. Its block i belongs to *window* i modulo its period, and a call reads
-            the blocks of one window. The period is at most the number of blocks, so each call reads at least
-            one block of each tensor.
+            blocks of ``BLOCK`` words. A call reads the blocks of one *window*. Window w has the blocks i with
+            i % period == w % period. A period above the number of blocks is replaced by this number, so each
+            call reads at least one block of each tensor.
 
     Attributes:
         windows: number of windows. All of them together read each tensor wholly.

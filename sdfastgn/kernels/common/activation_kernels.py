@@ -43,8 +43,8 @@ def _sigmoid(z, PAIRS: tl.constexpr):
     ``PAIRS``: True if two neighbors on the last axis share one reciprocal. If a and b are the denominators of
     the two neighbors, then 1/a = b * (1/(ab)) and 1/b = a * (1/(ab)). So a pair takes three special-function
     instructions instead of four. These instructions limit the speed of kernels whose x comes from the L2
-    cache. With ``PAIRS``, exp(-z) is cut off at 2^60, so that ab stays finite. For z < -41 the result is then
-    0 instead of a number below 2^-59. This error does not matter in 16-bit results.
+    cache. With ``PAIRS``, exp(-z) is cut off at 2^60, so that ab stays finite. For z < -41.6 the result is
+    then 0 instead of a number below 2^-60. This error does not matter in 16-bit results.
     """
     if not PTX:
         s = 1 / (1 + tl.exp(-z))
@@ -146,8 +146,8 @@ def activation_grad(dy, z, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr):
         dz = dy * (cdf + z * 0.3989422804014327 * tl.exp(-0.5 * z * z))
     elif ACTIVATION == "gelu_tanh":
         s, rest = _sigmoid_and_rest(1.5957691216057308 * (z + 0.044715 * z * z * z), PAIRS)
-        # With s = sigmoid(w) and rest = 1 - s, s * rest is computed before it is multiplied by powers of z.
-        # For large z, s * rest is 0. z cubed alone may overflow to inf, and 0 * inf is NaN.
+        # rest is 1 - s. For large z, s * rest is 0. It is multiplied by z, and then by the factor with z
+        # squared. z cubed, computed first, may overflow to inf, and 0 * inf is NaN.
         dz = dy * (s + s * rest * z * (1.5957691216057308 + 0.2140644488078421 * z * z))
     elif ACTIVATION == "mish":
         e, r = _mish_parts(z)
@@ -166,9 +166,9 @@ def normal_cdf(z, HALF: tl.constexpr):
 
     ``HALF``: True for an approximation that is exact enough for 16-bit results and takes half the
     instructions. It approximates exp(z * z / 2) * P(-z) by a polynomial in 1 / (1 + 0.3 z), which is fitted
-    for 0 <= z <= 14. The polynomial's relative error is 8e-6, a thirtieth of fp16's rounding error. The
-    approximation is accurate for large negative z too, where P(z) = (1 + erf(z / sqrt(2))) / 2 would lose all
-    digits.
+    for 0 <= z <= 14. The polynomial's relative error is 8e-6, a sixtieth of fp16's rounding error of
+    2^-11. The approximation is accurate for large negative z too, where P(z) = (1 + erf(z / sqrt(2))) / 2
+    would lose all digits.
     """
     if HALF:
         e, t = z * z * -0.7213475204444817, 1 + 0.3 * tl.abs(z)

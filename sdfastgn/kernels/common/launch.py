@@ -28,7 +28,7 @@ from sdfastgn.kernels.common.observers import observe, observers
 
 # Names of the first parameters of Triton's launchers, in all versions of Triton that this file can call.
 _LAUNCHED = ("self", "gridX", "gridY", "gridZ", "stream", "function")
-# Names of the next parameters of Triton's launchers, since Triton 3.7.
+# Names of the parameters of Triton's launchers that follow ``_LAUNCHED``, since Triton 3.7.
 _REPORTED = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
 # Maximum number of warps of a program, for 1024 threads. A warp has 32 threads, or 64 on AMD's GPUs.
 _MAX_WARPS = 32 if torch.version.hip is None else 16

@@ -49,7 +49,7 @@ def vector_width(itemsize: int, *strides: int) -> int:
 
     Args:
         itemsize: bytes of an element.
-        strides: distances between rows, in elements. All of them must be multiples of the result.
+        strides: distances between rows, in elements. The result divides all of them.
     """
     width = _LOAD_BYTES // itemsize
     while any(stride % width for stride in strides):

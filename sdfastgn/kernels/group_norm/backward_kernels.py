@@ -92,7 +92,7 @@ def _centre(n, c, group, in_range, mean_ptr, rstd_ptr, shift_ptr, shift_stride, 
 
 @triton.jit
 def _channel_sum(t, CHANNELS_LAST: tl.constexpr):
-    """Returns the sum of each channel in a (lanes, warps, steps, block) tile."""
+    """Returns the sum of each channel in a (lanes, warps, steps, block) tile. Summed axes keep size 1."""
     return channel_sum(t) if CHANNELS_LAST else tl.sum(t, 3, keep_dims=True)
 
 

@@ -194,7 +194,7 @@ class GroupNormGradPlan:
         )  # fmt: skip
 
     def _plan_merge(self, call: Any, sizes: Sizes, chunks: int) -> Launch:
-        """Prepares the launch that adds up the sums of chunks, and sets ``totals`` and ``scratch``.
+        """Prepares the launch that adds up the sums of chunks. Sets ``self.totals`` and ``self.scratch``.
 
         The launch has one program for each group, or for several groups of one channel.
         """

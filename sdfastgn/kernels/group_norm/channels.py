@@ -51,6 +51,6 @@ def update_average(running_ptr, c, mask, value, momentum):
 
 @triton.jit
 def channel_sum(d):
-    """Returns the sum of each channel in a channels-last (lanes, warps, steps, channels) tile."""
+    """Sums a (lanes, warps, steps, channels) tile to (1, 1, 1, channels)."""
     d = tl.sum(d, STEP_AXIS, keep_dims=True)
     return tl.sum(tl.sum(d, LANE_AXIS, keep_dims=True), 1, keep_dims=True)

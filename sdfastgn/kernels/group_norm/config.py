@@ -99,9 +99,9 @@ _MERGE_BACKWARD_PER_WARP = 1024
 
 # --- walk: a program reads its group twice, the second time from L2
 
-# Minimum size of x for a backward in which one program reads its group twice (``WalkConfig``). It is a
-# multiple of the size of L2. On an H200 it is 64 MiB. A smaller x is still in L2 when the three launches of
-# ``SplitConfig`` read it a second time, so these are faster.
+# Minimum of (size of x) / (size of L2) for a backward in which one program reads its group twice
+# (``WalkConfig``). On an H200, with 60 MiB of L2, x must have at least 64 MiB. A smaller x is still in L2
+# when the three launches of ``SplitConfig`` read it a second time, so these are faster.
 _WALK_MIN_CACHES = 16 / 15
 # Maximum share of L2 that the groups of all running programs may take in a backward with ``WalkConfig``. Only
 # x is counted, and one program for each multiprocessor. Then most of x and dy is still in L2 at the second

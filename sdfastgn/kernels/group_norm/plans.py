@@ -194,9 +194,9 @@ def merge_launch(
         HW=HW, chunks=chunks, rows=ceil_div(HW, chunks), plane=N * chunks * C,
         complete=int(call.statistics is None), **memory, FOLD=call.x.dtype != torch.float32,
         EXACT=(call.out_dtype or call.x.dtype) == torch.float32, LOOP=tile.is_full or chunks > tile.block_p,
-        # C_FACTOR is a divisor of C that the compiler knows. It is at most 2. If it could be 4, groups of 20
-        # channels and groups of 30 would need two compiled kernels. Loads of four channels at once are no
-        # faster than loads of two.
+        # C_FACTOR is a divisor of C and CHANNELS that the compiler knows. It is at most 2. If it could be 4,
+        # groups of 20 channels and groups of 30 would need two compiled kernels. Loads of four channels at
+        # once are no faster than loads of two.
         C_FACTOR=math.gcd(2, C, tile.channels), BLOCK_P=tile.block_p, BLOCK_C=tile.block_c,
     )  # fmt: skip
 

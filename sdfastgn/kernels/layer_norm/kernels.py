@@ -100,7 +100,7 @@ def tile_column(WIDE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, BL
 
 @triton.jit
 def row_sum(x, WIDE: tl.constexpr):
-    """Returns the sum of each row of a (lanes, warps, steps, block) tile."""
+    """Returns the sum of each row of a (lanes, warps, steps, block) tile. Summed axes keep size 1."""
     total = tl.sum(tl.sum(x, STEP_AXIS, keep_dims=True), 3, keep_dims=True)
     if WIDE:
         total = tl.sum(total, 1, keep_dims=True)

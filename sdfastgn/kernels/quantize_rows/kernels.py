@@ -31,7 +31,7 @@ from sdfastgn.kernels.layer_norm.kernels import tile_column, tile_row
 
 @triton.jit
 def row_max(x, WIDE: tl.constexpr):
-    """Returns the maximum of each row of a (lanes, warps, steps, block) tile."""
+    """Returns the maximum of each row of a (lanes, warps, steps, block) tile. Reduced axes keep size 1."""
     most = tl.max(tl.max(x, STEP_AXIS, keep_dims=True), 3, keep_dims=True)
     if WIDE:
         most = tl.max(most, 1, keep_dims=True)

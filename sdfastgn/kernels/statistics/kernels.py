@@ -77,7 +77,7 @@ def _bias(bias_ptr, at, mask):
 def _factors(factors_ptr, n, N, scale):
     """Returns the factor of the residual and the factor of x + bias in sample ``n``.
 
-    Without ``factors`` these are 1 and ``scale``.
+    Without ``factors`` it returns 1, which is not used, and ``scale``, the factor of the whole sum.
     """
     kept = 1.0
     if factors_ptr is not None:
