@@ -82,8 +82,8 @@ def verify(root: nn.Module, prefix: str = "") -> list[Verdict]:
             status, why, *errors = UNVERIFIED, reason or "the small call does not reach it"
             if module in recorded:
                 status, why, *errors = _judge(module, recorded.pop(module))
-                # ``_judge`` has run the original code, which has restored the weights' layout. Fused code
-                # needs channels-last.
+                # A call without kernels may have restored the weights' layout (``channels_last.enter``).
+                # Fused code needs channels-last.
                 channels_last.apply(root)
             verdicts.append(Verdict(path, type(module).__name__, names, status, why, *errors))
             if status == PUT_BACK:

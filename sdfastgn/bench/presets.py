@@ -44,8 +44,8 @@ class Preset:
     def value(self, median_ms: float, config: Mapping[str, Any]) -> float | None:
         """Converts the time of a call to ``unit``. ``config``: the call's settings, as in BenchConfig.
 
-        Returns None if ``unit`` is images/s and the call makes no image (``config["part"]`` is "unet" or
-        "train").
+        Returns None if ``unit`` is images/s and the call makes no image (``config["part"]`` is neither
+        "pipeline" nor "vae").
         """
         s, part = median_ms / 1e3, config["part"]
         iterations = config["steps"] if part == "pipeline" else 1

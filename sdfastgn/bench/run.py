@@ -159,6 +159,7 @@ def _stock(
 ) -> tuple[Workload, Reference]:
     """Return (workload, stock's output). Builds the workload (a model and its call) if ``workload`` is None.
 
+    ``images``: a dict to which the first images of a pipeline's output are added, as "eager" and "fp32".
     If there is too little memory to build the model, the Reference has the status FAILED and no output.
     """
     try:

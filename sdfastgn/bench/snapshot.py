@@ -1,4 +1,4 @@
-"""Remembers the state of a model before a benchmark changes it, as torch.compile does, and restores it."""
+"""Remembers the state of a model, and restores it after a benchmark has changed it, as by torch.compile."""
 
 from __future__ import annotations
 

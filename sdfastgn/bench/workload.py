@@ -40,7 +40,7 @@ class BenchConfig:
     Attributes:
         model: a name in ``models.configurations``, such as ``"sd15"``.
         part: ``"unet"`` (one step), ``"vae"`` (one decode), ``"pipeline"`` (text encoder, ``steps``
-            steps, decode) or ``"train"`` (forward and backward of the UNet).
+            steps, decode), ``"train"`` (forward and backward of the UNet) or ``"transformer"`` (one step).
         size: pixels along a side of the square image, or the height of a video's frames.
         batch: batch size of the UNet or the VAE (for a video model, the number of videos). For a pipeline,
             images per call. For a transformer with saved weights, images per call of its pipeline: one step

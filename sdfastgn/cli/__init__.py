@@ -97,7 +97,7 @@ def _end_without_output(error: OSError) -> NoReturn:
     # Some text is still in the buffer of standard output. Python would write it at the end of the process,
     # and fail again. So this text is sent to the null device.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if error.errno == errno.EPIPE:  # the reader closed the pipe, as ``| head -1`` does; typer exits with 1
+    if error.errno == errno.EPIPE:  # the reader (``| head -1``) closed the pipe; the code is 1 as in typer
         sys.exit(1)
     where = error.filename or "to standard output"
     print(f"{program()}: cannot write {where}: {error.strerror}", file=sys.stderr)

@@ -47,9 +47,10 @@ SAVED_PARTS = ("transformer", "pipeline")
 
 
 def _model_facts(model: str | None, weights: str, parts: Sequence[str]) -> tuple[str, int, int, int]:
-    """Returns (name, native size, pixels along a side of a latent, default batch of a UNet step) of a model.
+    """Returns (name, native size, scale of the latents, default batch of a UNet step) of a model.
 
-    The native size is that of the model's images, in pixels.
+    The native size is that of the model's images, in pixels. The scale is the number of pixels along a side
+    that one position of the latent covers.
 
     ``model``: the name that the user gave. If it is None, the name of a known model with the same UNet is
     returned. If no known model has this UNet, the last part of the path ``weights`` is returned as the name.

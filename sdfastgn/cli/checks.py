@@ -66,7 +66,10 @@ def whole_numbers(option: str, value: int | str) -> list[int]:
 
 
 def image_size(option: str, value: int, scale: int = 8) -> int:
-    """Return ``value`` if it is a positive multiple of ``scale``, the pixels along a side of one latent."""
+    """Return ``value`` if it is a positive multiple of ``scale``.
+
+    ``scale``: number of pixels along a side that one position of the latent covers.
+    """
     if value < scale or value % scale:
         wanted = f"a positive multiple of {scale} (one latent covers {scale}x{scale} pixels)"
         raise OptionError(f"{option}: must be {wanted}, got {value}")

@@ -39,8 +39,8 @@ def dtype_name(option: str, value: str | None, device: str, on_gpu: str = "fp16"
 def text_to_image(option: str, weights: str) -> tuple[int, int]:
     """Check that ``weights`` are a text-to-image pipeline, without loading them.
 
-    Returns (the model's own image size in pixels, pixels along a side of one latent). Raises OptionError if
-    ``weights`` are no text-to-image pipeline.
+    Returns (the model's own image size in pixels, number of pixels along a side that one position of the
+    latent covers). Raises OptionError if ``weights`` are no text-to-image pipeline.
     """
     config = unet_config(option, weights)
     if reason := pipeline_reason(weights, config):
@@ -101,7 +101,7 @@ def own_settings(option: str, weights: str, names: Collection[str] = tuple(ARGUM
     if is_few:
         own["steps"] = 4
         if not unet_config(option, weights).get("time_cond_proj_dim"):
-            own["guidance"] = 1.0  # no guidance: this UNet does not take the guidance scale as an input
+            own["guidance"] = 1.0  # off: such a model needs none, unless its UNet takes the scale as an input
     own = {field: value for field, value in own.items() if field in names}
     name = f"{Path(weights).name} {saved.origin}".lower()
     if not is_few and ("turbo" in name or "lightning" in name):

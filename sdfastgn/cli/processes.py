@@ -27,6 +27,6 @@ def joined(device: str) -> Iterator[tuple[Any, str]]:
 
     state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
     yield state, str(state.device) if launched() and device == "cuda" else device
-    # The group of processes is destroyed only if the context raised no error. After an error, other processes
-    # may still wait for this process.
+    # All processes must destroy their group at about the same time, else PyTorch may hang. After an error the
+    # group is kept, because other processes may still wait for this process elsewhere.
     state.destroy_process_group()

@@ -56,7 +56,7 @@ def _settings(given: Any, defaults: Mapping[str, Any], scale: int) -> Settings:
     Args:
         given: the settings in the line.
         defaults: the values of settings that the line leaves out.
-        scale: pixels along a side of one latent.
+        scale: number of pixels along a side that one position of the latent covers.
 
     Raises ValueError, which says what is wrong.
     """

@@ -84,7 +84,7 @@ def run_bench(
 
 def _kind(configs: Sequence[BenchConfig]) -> str:
     if launched():
-        # The kind is not "end_to_end": times of processes that share a host differ from those of one process.
+        # not "end_to_end": launched processes share a host, so their times differ from those of one process
         return "processes"
     if configs[0].preset:
         return "preset"

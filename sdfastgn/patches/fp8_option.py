@@ -19,8 +19,7 @@ from sdfastgn.patches.graphs import install as graphs
 def check(call: str, roots: Iterable[nn.Module], in_rows: Sequence[Tensor]) -> None:
     """Raise ValueError if the models in ``roots`` cannot compute matrix products in FP8.
 
-    The reason may be that they have no transformer blocks whose products could run in FP8, or that the device
-    or dtype of a weight of these products does not fit.
+    The reason may be that they have no such products, or that the device or dtype of a weight does not fit.
 
     ``call``: the name of the public function, for the error. ``in_rows``: weights that plans (traced lists of
     kernels) would quantize row by row.

@@ -108,9 +108,9 @@ def _without_slowed_times(rows: Sequence[Row]) -> list[Row]:
     """Return ``rows`` of a run, without the times that PyTorch's profiler may have made longer.
 
     After the profiler has recorded something, every later kernel launch takes more CPU time. So times of rows
-    after the first row with a profile are removed. Two kinds of rows keep their times. The first row of each
-    part was timed before anything was recorded in this part. Rows of variants that replay graphs are not
-    slowed, because replays do not launch kernels one by one.
+    after the first row with a profile are removed. Rows of variants that replay graphs keep their times,
+    because replays do not launch kernels one by one. So does the first row of each part, which was timed
+    before its part was recorded: recordings of other parts hardly change its times.
     """
     replays = {variant.name for variant in VARIANTS.values() if variant.replays_graph}
     first = {row.part: row for row in reversed(rows)}

@@ -32,7 +32,7 @@ def ada_norm_act(
     emb = norm.linear(emb if norm.act is None else norm.act(emb))
     ada_scale, ada_shift = torch.chunk(emb, 2, dim=1)
     fixed = {"eps": norm.eps, "statistics": take_statistics(x), "shift": shift}
-    if emb.dtype != x.dtype:  # in diffusers' code y gets the wider dtype of x and emb
+    if emb.dtype != x.dtype:  # as in diffusers, PyTorch promotes x and emb to the wider dtype
         y = group_norm(x, norm.num_groups, **fixed)
         return act(y * (1 + ada_scale[..., None, None]) + ada_shift[..., None, None])
     return group_norm(x, norm.num_groups, activation=name, ada_scale=ada_scale, ada_shift=ada_shift, **fixed)

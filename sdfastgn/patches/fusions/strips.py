@@ -123,8 +123,8 @@ class _Computed:
         source: what this layer reads: the result of another layer, or a feature map in memory (``Held``).
         anchor: the feature map in memory (``Held``) from which the layers up to this one are computed.
         shape: (C, H, W) of the result.
-        row_bytes: one row of the result needs a row, or half a row, of each feature map from the anchor to
-            this layer. This is the size in bytes of the largest of them.
+        row_bytes: one row of the result needs about one row of this layer and of each feature map back to
+            the last upsampling, and half as much before each upsampling. This is the largest of these sizes.
         moments: None, because the mean and variance of the result are not known.
     """
 
@@ -185,7 +185,7 @@ class Resnet(_Computed):
         return add(h, x, bias, parts.divisor)
 
     def _to_second_norm(self, top: int, bottom: int) -> tuple[Tensor, Tensor | None, Tensor, int]:
-        """Computes the rows from ``top`` to ``bottom`` of conv1's result, which the second norm reads.
+        """Computes the rows ``top`` to ``bottom`` - 1 of conv1's result, which the second norm reads.
 
         Returns (these rows, conv1's bias or None if the rows include it, the rows of the source that were
         read, number of the first row of the source that was read).
@@ -350,7 +350,7 @@ def _combined(means: Tensor, m2: Tensor, counts: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor, top: int, bottom: int) -> Tensor:
-    """The rows from ``top`` to ``bottom`` of ``x`` (1, C, H, W), as a view.
+    """The rows ``top`` to ``bottom`` - 1 of ``x`` (1, C, H, W), as a view.
 
     The view has the stride between images that a new tensor of its size would have. This stride does not
     matter for one image, but some kernels require that two tensors have the same strides.

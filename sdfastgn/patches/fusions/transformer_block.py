@@ -162,9 +162,10 @@ def _in_e4m3(
 ) -> tuple[Tensor, Tensor] | None:
     """Computes (attn(layer(total)), total), where total is x + residual and ``layer`` a LayerNorm.
 
-    This function is for an ``attn`` whose projections are one matrix product in E4M3 (fp8). The kernel of the
-    LayerNorm then writes its result in E4M3. Returns None if ``attn`` has no such product, or if ``attn``
-    does anything besides projections and attention.
+    This function is for an ``attn`` in which one matrix product in E4M3 (fp8) computes the layers that read
+    the LayerNorm's result. Once the scale of this result is known, the kernel of the LayerNorm writes it in
+    E4M3. Returns None if ``attn`` has no such product, or if ``attn`` does anything besides projections and
+    attention.
     """
     product = attn.product(x, context) if isinstance(attn, FusedAttention) else None
     if product is None:

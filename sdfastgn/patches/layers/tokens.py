@@ -96,10 +96,10 @@ def is_plain_norm(layer: Any) -> bool:
 def grouped_norm(
     layer: Any, x: Tensor, groups: Groups, residual: Tensor | None = None, *, total_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Computes the LayerNorm ``layer`` of x + residual. Before and after it, adds vectors to groups of rows.
+    """Computes the LayerNorm ``layer`` of u = x + residual + ``groups.added``.
 
-    Returns (the norm's result, the sum that is normalized, plus ``total_bias``). ``grouped_layer_norm`` has
-    the details. ``is_plain_norm(layer)`` must be True.
+    Returns (LayerNorm(u) + ``groups.position``, u + ``total_bias``). ``Groups`` says which rows get which
+    vector of ``added`` and ``position``. ``is_plain_norm(layer)`` must be True.
     """
     weight, bias = parameters_of(layer)
     return grouped_layer_norm(x, weight, bias, layer.eps, groups, residual=residual, total_bias=total_bias)

@@ -137,8 +137,9 @@ def _timesteps_on_host(scheduler: Any) -> Iterator[None]:
 
 
 def _copies_to_it(stock: Any, generator: Any) -> bool:
-    """True if a step of a scheduler of the class ``stock`` copies tensors to the GPU.
+    """True if a step copies tensors to the GPU: noise of a CPU generator, or sigmas (UniPC).
 
+    ``stock``: the scheduler's class. ``generator``: the step's generator, a list of generators, or None.
     ``PinnedCopies`` itself takes time, so it is used only for such steps.
     """
     generators = generator if isinstance(generator, list) else [generator]

@@ -36,12 +36,12 @@ _LOOK_EVERY = 0.002
 # ``nn.Module.__call__`` calls the method of this name, and finds the gate before the class's method.
 # A hook cannot be the gate: fused code would take it for a hook of the user, and would not fuse the module.
 _GATE = "_call_impl"
-# The code object of ``nn.Module.__call__``. Locals are only read from frames with this code, because reading
-# the locals of a frame a second time frees the values that the first reading returned. If one of them were a
-# tensor, freeing it could let other threads run in the middle of the search.
+# The code object of ``nn.Module.__call__``. It never assigns to its variables, so locals are only read from
+# frames with this code. If a variable had a new value since an earlier reading, a further reading could free
+# the old value. If this were a tensor, other threads could run in the middle of the search.
 _CALL = nn.Module.__call__.__code__
-# Flags of the code of generators and coroutines. While one of these waits, its frame has no caller, and a
-# search from caller to caller does not find it.
+# Flags of the code of generators and coroutines. While one of these waits, its frame has no caller, so a
+# search from caller to caller ends at this frame.
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 one_at_a_time = threading.RLock()  # a lock that is held while classes or strides of any model are changed

@@ -1,7 +1,8 @@
 """Recognizes NumPy's numbers by their classes. NumPy is not imported, because it may not be installed.
 
-Scales are often taken from ``np.linspace`` or from an array. An array is no number here, not even one without
-dimensions: it can be written into, and diffusers' code refuses it or computes in its dtype.
+Arguments of models are often NumPy's numbers, such as a LoRA's scale that is taken from ``np.linspace``. An
+array is no number here, not even one without dimensions: it can be written into, and diffusers' code refuses
+it or computes in its dtype.
 """
 
 from __future__ import annotations
