@@ -7,9 +7,12 @@ patches the weights of a layer at each call, ``prepared`` gives a layer of PyTor
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
 from typing import Any
 
 import torch
+from comfy.ldm.modules import attention
 from comfy.ldm.modules.attention import (
     GEGLU,
     BasicTransformerBlock,
@@ -19,8 +22,11 @@ from comfy.ldm.modules.attention import (
 )
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock, Upsample
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sdfastgn.kernels.common import dispatch
+from sdfastgn.kernels.attention.few_keys import attend_to_few
+from sdfastgn.kernels.attention.wide_heads import is_replaced
+from sdfastgn.kernels.common import dispatch, gpu
 from sdfastgn.kernels.common.layout import is_channels_last
 from sdfastgn.patches.comfyui.layers import prepared
 from sdfastgn.patches.layers.convolution import conv_without_bias, pointwise
@@ -122,10 +128,11 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
         if not (dispatch.has_kernels(x) and x.dim() == 3 and has_no_patches(options)):
             return super().forward(x, context, options)
         own = context if self.disable_self_attn else None
-        given: dict[str, Any] = {"value": None, "transformer_options": options}
-        h = self.attn1(norm(prepared(self.norm1, x), x), context=own, **given)
+        h = norm(prepared(self.norm1, x), x)
+        h = self.attn1(h, context=own, value=None, transformer_options={_OVERRIDE: _attention, **options})
         h, x = add_norm(prepared(self.norm2, h, x), h, x)
-        h = self.attn2(h, context=context, **given)
+        to_prompt = {_OVERRIDE: partial(_attention, is_prompt=True), **options}
+        h = self.attn2(h, context=context, value=None, transformer_options=to_prompt)
         is_known = type(self.ff) is FeedForward and type(self.ff.net) is nn.Sequential
         is_known = is_known and is_unhooked(self.ff) and is_unhooked(self.ff.net)
         norm3 = prepared(self.norm3, h, x)
@@ -153,6 +160,46 @@ def _is_plain_block(block: Any) -> bool:
     """True for transformer blocks of images. False for blocks of video models, which mix frames."""
     is_video = block.ff_in or block.attn2 is None or block.switch_temporal_ca_to_sa
     return block.is_res and not is_video
+
+
+# The entry of ``transformer_options`` with a function that runs in place of ComfyUI's attention.
+_OVERRIDE = "optimized_attention_override"
+# ComfyUI's attention by PyTorch, as ComfyUI passes it to an override. Users may choose other attentions.
+_BY_PYTORCH = inspect.unwrap(attention.attention_pytorch)
+# GPUs on which PyTorch itself tries cuDNN's attention first. ComfyUI 0.33 tries FlashAttention first. On an
+# H200 cuDNN takes about half the time.
+_CUDNN_IS_FASTER = {(9, 0), (10, 0)}
+_CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+# Arguments of an attention that change no result. With others ComfyUI's function runs.
+_HARMLESS = {"attn_precision", "transformer_options", "_inside_attn_wrapper"}
+
+
+def _attention(
+    stock: Any, q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Any = None, *, is_prompt: bool = False,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """Attention of q (N, L, C) to k and v (N, keys, C): (N, L, C). An override for ComfyUI.
+
+    ``stock``: the attention that ComfyUI or the user has chosen. It runs unless it is PyTorch's.
+    ``is_prompt``: True if k and v come from a prompt. Then the kernel for few keys may run.
+    """
+    own = stock is _BY_PYTORCH and mask is None and options.keys() <= _HARMLESS and not is_replaced()
+    if own and dispatch.has_kernels(q) and dispatch.is_plain_inference(q, (k, v)):
+        parts = [x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v)]
+        # The kernel is compiled for each number of keys, which for an image would differ with its size.
+        found = attend_to_few(*parts) if is_prompt else None
+        if found is not None:
+            return found
+        if gpu.compute_capability(q.device) in _CUDNN_IS_FASTER:
+            with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
+                h = torch.nn.functional.scaled_dot_product_attention(*parts)
+            return h.transpose(1, 2).flatten(2)
+    return stock(q, k, v, heads, mask, **options)
 
 
 class FusedGEGLU(GEGLU):
