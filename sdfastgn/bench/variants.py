@@ -272,7 +272,7 @@ _EVERY = (
         replays_graph=True,
         graphs_stand_alone=True,
         is_ready=_knows_scales,
-        slack=8.0,  # FP8's errors are large: 0.096 for a UNet step of SDXL with random weights
+        slack=8.0,  # FP8's relative error is large: 0.096 for a UNet step of SDXL with random weights
     ),
     Variant(
         "sdfastgn_no_plans",

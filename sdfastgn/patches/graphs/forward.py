@@ -126,10 +126,10 @@ class _Current(NamedTuple):
     as_stock: bool
 
     def refresh(self, watch: Watch | None = None, *, compares_later: bool = False) -> bool:
-        """Write new merged weights, and new numbers (``watch.factors``), into the memory that graphs read.
+        """Write new merged weights into the memory that graphs read, and the numbers of ``watch``, if given.
 
         Returns False if the graphs cannot be used any more: for example, an adapter can no longer be merged,
-        or a number that is a graph input has become 0.
+        or a number that is a graph input has become 0, for which the model skips kernels of the graph.
 
         ``compares_later``: True if the contents of adapters need not be compared here, because the caller
         calls ``survey.has_same_tensors`` before it uses a result.

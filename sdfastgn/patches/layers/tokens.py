@@ -227,7 +227,11 @@ def _add_in_e4m3(
 def _adds_in_product(
     layers: list[Any] | None, layer: Any, x: Tensor, residual: Tensor | None
 ) -> TypeGuard[list[Any]]:
-    """True if the last of ``layers`` is a linear layer that can add its product to x + residual in place."""
+    """True if the last of ``layers``, of a feed-forward, can add its product in place to x + residual.
+
+    ``layers``: None if the feed-forward is not fused. ``layer``: the LayerNorm whose kernel writes the sum
+    x + residual.
+    """
     if layers is None:
         return False
     last = layers[-1]

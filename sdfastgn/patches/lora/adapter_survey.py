@@ -297,9 +297,9 @@ class AdapterSurvey:
         """Writes all merged weights that are outdated.
 
         Each adapter of a layer was prepared before (``PreparedLayer``), and here the active ones are combined
-        with their scales. Returns the number of layers whose merged weights were written. Returns None if the
-        adapters of a layer cannot be combined, or if another thread has changed a layer meanwhile. Then
-        nothing was written.
+        with their scales, each multiplied by ``factor``. Returns the number of layers whose merged weights
+        were written. Returns None if the adapters of a layer cannot be combined, or if another thread has
+        changed a layer meanwhile. Then nothing was written.
 
         ``settings``: what ``_settings_now`` returns at present, if only active adapters and scales may have
         changed since the last ``refresh``. None if more may have changed.

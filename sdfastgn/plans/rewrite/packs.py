@@ -48,7 +48,11 @@ def packs(graph: fx.Graph) -> fx.Graph:
 
 
 def _may_be_packed(n: Node) -> bool:
-    """True if linear layer ``n`` has a small result of rank 3 or more, and weight and bias are parameters."""
+    """True if ``n``, a linear layer, may be part of a product of several layers.
+
+    Its result must have at most ``MAX_ELEMENTS`` elements and at least three axes, and its weight and bias
+    must be parameters of the model.
+    """
     parameters = [t for t in n.args[1:] if isinstance(t, Node)]
     is_small = math.prod(shape(n)) <= MAX_ELEMENTS
     return rank(n) > 2 and is_small and all(t.op == "placeholder" for t in parameters)

@@ -128,8 +128,9 @@ class _Writer:
         self.tensors: dict[str, _Source] = {}
         self.addresses: dict[str, str] = {}
         self.known: dict[Any, str] = {}  # place, memory or object -> its name in the function
-        # Maps a place, a (memory, dtype) or a memory to the first operand there: ((its index,), its place).
-        # For operands that lie side by side: (their indices, their common place).
+        # Finds an operand of the graph from which a tensor's memory is reached. Keys: places, (memory, dtype)
+        # and memories. Values: ((index of the first operand there,), its place). The common place of
+        # operands that lie side by side is a key too. Its value is (all their indices, this place).
         self.owners: dict[Any, tuple[tuple[int, ...], Place]] = {}
         rows = [((i,), place) for i, place in enumerate(recording.operands)]
         for row, place in (*rows, *((row, place) for place, row in recording.rows.items())):

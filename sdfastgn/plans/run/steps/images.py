@@ -350,7 +350,8 @@ def frames(
     """Normalizes, upsamples and pads the frames of a video x (N, C, T, H, W) in one pass.
 
     Returns the padded frames, and a copy of the last ``keep`` ones without borders. The copy is None if
-    ``keep`` is 0. The function ``pad_frames`` in ``kernels/pad_frames`` explains the arguments.
+    ``keep`` is 0. The function ``pad_frames`` in ``kernels/pad_frames`` explains the arguments. ``times`` is
+    its ``upsample``, and ``Group`` and ``Channel`` stand for its norms.
     """
     x, operands = _in_channels_last(x), None
     if isinstance(norm, Group) and norm.pads_first:
