@@ -21,6 +21,7 @@ from comfy.controlnet import ControlNet
 from comfy.patcher_extension import WrappersMP
 from torch import nn
 
+from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.patches.comfyui import dynamic_vram
 from sdfastgn.patches.comfyui.graphs import CONTROL_NET
 from sdfastgn.patches.comfyui.inject import KEY, root_of
@@ -78,7 +79,7 @@ class _Nets:
 
     def __init__(self, unet: Any, cuda_graphs: str | bool, optimize: Callable[[Any], Any]) -> None:
         self._unet, self._cuda_graphs, self._optimize = unet, cuda_graphs, optimize
-        self._copies: dict[Any, Any] = {None: None}
+        self._copies: dict[Any, Any] = {}
         self.clones: list[Any] = []
         self.reasons: list[str] = []
 
@@ -87,7 +88,12 @@ class _Nets:
         return {**entry, "control": self._copy_of(entry["control"])} if "control" in entry else entry
 
     def _copy_of(self, control: Any) -> Any:
-        """A copy of ``control`` and of the ControlNets that are chained before it."""
+        """A copy of ``control`` and of the ControlNets that are chained before it.
+
+        Returns ``control`` itself if it is another node's object.
+        """
+        if not _is_comfyuis(control):
+            return control
         if control not in self._copies:
             found = self._copies[control] = copy.copy(control)
             found.previous_controlnet = self._copy_of(control.previous_controlnet)
@@ -106,8 +112,21 @@ class _Nets:
                 return stock
         mode, clone = vars(stock).get(_CLONE, (None, None))
         if clone is None or mode != self._cuda_graphs:
-            clone = self._optimize(stock)
+            try:
+                clone = self._optimize(stock)
+            except Exception as error:  # the run goes on with stock's model, and the report says why
+                self.reasons.append(f"Its model cannot be copied: {one_line(error)}")
+                return stock
             vars(stock)[_CLONE] = self._cuda_graphs, clone
         if clone not in self.clones:
             self.clones.append(clone)
         return clone
+
+
+def _is_comfyuis(control: Any) -> bool:
+    """True if ``control`` has a class of ComfyUI, and other nodes have replaced none of its methods.
+
+    Only such an object is copied. A replaced method may be bound to the object.
+    """
+    kind = type(control)
+    return kind.__module__ == ControlNet.__module__ and not any(hasattr(kind, name) for name in vars(control))

@@ -235,6 +235,24 @@ def test_a_subclass_runs_as_stock(model):
     assert type(net.control_model) is Network
 
 
+def test_methods_that_other_nodes_replace_run(model):
+    """Such a method may be bound to the workflow's own object, so this object is used."""
+    net = load_net()
+    control = applied(net)
+    own, calls = control.get_control, []
+
+    def get_control(*args):
+        calls.append(control.timestep_range)
+        return {key: [x * 2 for x in found] for key, found in own(*args).items()}
+
+    control.get_control = get_control
+    stock = run(model, control)
+    close(run(optimize_model(model), control), stock)
+    assert len(calls) == 8
+    assert all(calls)
+    assert type(net.control_model) is Network
+
+
 class Dynamic(ModelPatcher):
     """A patcher that says that its model is under DynamicVRAM, without a loader that can load it again."""
 
@@ -303,3 +321,15 @@ def test_a_dynamic_net_without_room(model, tape, gpu_at_hand, monkeypatch):
     assert "\nControlNet: not faster. DynamicVRAM moves its weights, and it does not fit" in text_of(
         optimized
     )
+
+
+@pytest.mark.skipif(not hasattr(ModelPatcher, "is_dynamic"), reason="this ComfyUI has no DynamicVRAM")
+def test_a_dynamic_net_that_cannot_be_copied(model, tape, gpu_at_hand):
+    net = dynamic_net()
+    stock = run(model, applied(net))
+    net.control_model.of_another_node = Handle()
+    optimized = optimize_model(model)
+    close(run(optimized, applied(net)), stock)
+    assert type(net.control_model) is Network
+    reason = "Its model cannot be copied: TypeError: cannot be copied"
+    assert f"\nControlNet: not faster. {reason}" in text_of(optimized)
