@@ -42,6 +42,7 @@ def facts_of(kind, files, is_dynamic):
         each.with_control()
     with_control = stock.sample(stock.model, stock.controlled)
     facts["control"] = relative_error(ours.sample(ours.model, ours.controlled), with_control)
+    facts["control_text"] = ours.text()
     ours.eject()
     facts["exact"] = [
         torch.equal(ours.sample(ours.model), latents), torch.equal(ours.decode(latents), pixels)

@@ -49,6 +49,9 @@ def test_everything_is_fused_and_replayed(facts, kind):
     assert unet.startswith("UNetModel: faster\n")
     assert "Last run: 3 of 4 calls as CUDA graphs" in unet
     assert vae.startswith("faster")
+    _, _, net = facts[kind]["control_text"].partition("\nControlNet: ")
+    assert net.startswith("faster\n")
+    assert "Last run: 3 of 4 calls as CUDA graphs" in net
 
 
 @pytest.mark.parametrize("kind", comfy_models.KINDS)
