@@ -24,7 +24,7 @@ from torch import nn
 from sdfastgn.patches.code.checked import entrances
 from sdfastgn.patches.comfyui import control_nets, dynamic_vram, model_patcher, report
 from sdfastgn.patches.comfyui.fused_vae import FusedVAE
-from sdfastgn.patches.comfyui.inject import inject, reason_to_stay, root_of
+from sdfastgn.patches.comfyui.inject import eject, inject, reason_to_stay, root_of
 from sdfastgn.patches.comfyui.layers import LAYERS
 from sdfastgn.patches.comfyui.unet import has_no_patches
 from sdfastgn.patches.layout import channels_last
@@ -39,8 +39,8 @@ _KEY = "sdfastgn plans"
 # Packages with which ComfyUI's layers load their weights. They keep state between calls, but that changes no
 # result, so a trace may run their code.
 TRUSTED = frozenset(("comfy_aimdo", "comfy_kitchen", "psutil"))
-# A dict from a VAE to the ``PlannedForward`` objects that were removed from its modules. They are used again,
-# because ComfyUI turns plans on and off around each decode and encode.
+# A dict from a model to the ``PlannedForward`` objects that were removed from its modules. They are used
+# again, because ComfyUI turns plans on and off whenever it loads the model, such as for each decode of a VAE.
 _taken_out: weakref.WeakKeyDictionary[nn.Module, list[PlannedForward]] = weakref.WeakKeyDictionary()
 
 
@@ -52,7 +52,8 @@ def optimize_model(
     A plan is a traced call that runs without the model's Python. Untested code is code of another release of
     ComfyUI than those with which fused blocks were compared.
     """
-    return model_patcher.optimize_model(model, cuda_graphs, after_run, fuse=_fuse, describe=text_of)
+    options: Any = {"fuse": _fuse, "restore": _restore, "describe": text_of}
+    return model_patcher.optimize_model(model, cuda_graphs, after_run, **options)
 
 
 def _fuse(root: nn.Module, cuda_graphs: str | bool) -> None:
@@ -62,6 +63,15 @@ def _fuse(root: nn.Module, cuda_graphs: str | bool) -> None:
     if comfyui_unet.PLANNED.claims(root):
         comfyui_unet.PLANNED.apply(root)
     inject(root, cuda_graphs, partial(comfyui_unet.install, trusted=TRUSTED))
+    for planned in _taken_out.pop(root, ()):
+        planned.put("forward")
+
+
+def _restore(root: nn.Module) -> None:
+    # If the calls of ``root`` cannot be traced, modules in it have plans of their own.
+    inside = planning.take_off(root)
+    eject(root)
+    _keep(root, inside)
 
 
 def optimize_vae(vae: Any, after_load: Callable[[str], None] | None = None, *, plans: bool = True) -> Any:
@@ -177,7 +187,11 @@ def _take_out(patcher: Any, is_finalizing: Callable[[], bool] = sys.is_finalizin
     if is_finalizing():  # when Python exits, modules that the code below needs may be gone
         return
     root = root_of(patcher)
-    former = planning.take_off(root)
+    _keep(root, planning.take_off(root))
+
+
+def _keep(root: nn.Module, former: list[PlannedForward]) -> None:
+    """Keep ``former``, whose plans were taken off ``root``, for the next time."""
     for planned in former:
         planned.moved()  # drops references to weights: ComfyUI may move them next, to free memory
     if former:

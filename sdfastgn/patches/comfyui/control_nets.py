@@ -6,7 +6,7 @@ conditioning, in which the models of ControlNets are optimized. The workflow's o
 is.
 
 This is done for ControlNets of SD 1.5, SD 2 and SDXL. T2I-Adapters, Control-LoRAs and ControlNets of other
-nodes' own classes run as stock.
+nodes' own classes run as stock, and so do ControlNets that are chained before such a class.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from comfy.controlnet import ControlNet
 from comfy.patcher_extension import WrappersMP
@@ -27,7 +27,7 @@ from sdfastgn.patches.comfyui.graphs import CONTROL_NET
 from sdfastgn.patches.comfyui.inject import KEY, root_of
 from sdfastgn.patches.comfyui.staying import staying
 
-# The attribute of a stock ControlNet's ``ModelPatcher`` that keeps its optimized clone for the next run.
+# The attribute of a stock ControlNet's ``ModelPatcher`` that keeps a ``_Clone`` for the next run.
 _CLONE = "_sdfastgn_clone"
 # A dict from a UNet to the ControlNets in the sampler's last run: the optimized ``ModelPatcher`` objects, and
 # the reasons why others run as stock.
@@ -69,6 +69,19 @@ def optimize_in_runs(patcher: Any, cuda_graphs: str | bool, optimize: Callable[[
         patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, load)
 
 
+class _Clone(NamedTuple):
+    """The optimized ``patcher`` of a ControlNet.
+
+    ``key``: the mode of CUDA graphs, and ComfyUI's mark of the patches of the weights, when it was made.
+    """
+
+    key: tuple[str | bool, Any]
+    patcher: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A deep copy of a stock ``ModelPatcher`` has another model, so it gets no clone."""
+
+
 class _Nets:
     """Copies the ControlNets of one run, with optimized models.
 
@@ -98,8 +111,12 @@ class _Nets:
             found = self._copies[control] = copy.copy(control)
             found.previous_controlnet = self._copy_of(control.previous_controlnet)
             # A ControlNet with ``multigpu_clones`` has more models, on other GPUs.
-            is_known = type(control) is ControlNet and CONTROL_NET.claims(control.control_model)
-            if is_known and not getattr(control, "multigpu_clones", None):
+            if (
+                type(control) is ControlNet
+                and CONTROL_NET.claims(control.control_model)
+                and control.control_model is control.control_model_wrapped.model
+                and not getattr(control, "multigpu_clones", None)
+            ):
                 found.control_model_wrapped = self._clone_of(control.control_model_wrapped)
                 found.control_model = found.control_model_wrapped.model
         return self._copies[control]
@@ -110,17 +127,17 @@ class _Nets:
             if reason is not None:
                 self.reasons.append(reason)
                 return stock
-        mode, clone = vars(stock).get(_CLONE, (None, None))
-        if clone is None or mode != self._cuda_graphs:
+        key = self._cuda_graphs, stock.patches_uuid
+        kept = vars(stock).get(_CLONE)
+        if kept is None or kept.key != key:
             try:
-                clone = self._optimize(stock)
+                kept = vars(stock)[_CLONE] = _Clone(key, self._optimize(stock))
             except Exception as error:  # the run goes on with stock's model, and the report says why
                 self.reasons.append(f"Its model cannot be copied: {one_line(error)}")
                 return stock
-            vars(stock)[_CLONE] = self._cuda_graphs, clone
-        if clone not in self.clones:
-            self.clones.append(clone)
-        return clone
+        if kept.patcher not in self.clones:
+            self.clones.append(kept.patcher)
+        return kept.patcher
 
 
 def _is_comfyuis(control: Any) -> bool:

@@ -15,11 +15,12 @@ returns the counts since then.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from comfy import model_management
 from comfy.cldm.cldm import ControlNet
@@ -29,6 +30,7 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequenti
 from torch import Tensor, nn
 
 from sdfastgn.patches.comfyui.inference_mode import outside_inference_mode
+from sdfastgn.patches.comfyui.layers import restore
 from sdfastgn.patches.graphs.forward import GraphedForward, Planner
 from sdfastgn.patches.offload.moves import follow_moves, stop_following
 from sdfastgn.patches.swap.fusion import ClassSwap
@@ -207,6 +209,17 @@ class FusedControlNet(ControlNet):
     def call_alone(self, *args: Any, **kwargs: Any) -> Any:
         with keeping_interrupts():
             return super().forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Returns a copy of class ``ControlNet``. Other nodes may copy conditioning with its ControlNets.
+
+        ComfyUI would not know that such a copy is fused, and would not restore it.
+        """
+        make, args, state, *_ = cast("tuple[Any, ...]", self.__reduce_ex__(2))
+        found = memo[id(self)] = make(*args)
+        found.__setstate__(copy.deepcopy(state, memo))
+        restore(found)
+        return found
 
 
 @contextmanager

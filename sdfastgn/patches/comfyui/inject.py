@@ -13,19 +13,19 @@ from typing import Any
 
 from torch import nn
 
-from sdfastgn.patches.code.checked import check_calls, stop_checking
+from sdfastgn.patches.code.checked import check_calls
 from sdfastgn.patches.comfyui import (
     graphs,
     tiled_decode,
     unet,
     vae,
 )
-from sdfastgn.patches.comfyui.layers import LAYERS, has_steady_weights, reason_of_moves
+from sdfastgn.patches.comfyui.layers import LAYERS, has_steady_weights, reason_of_moves, restore
 from sdfastgn.patches.fusions import sequential
 from sdfastgn.patches.layers import group_norm
 from sdfastgn.patches.layout import channels_last
 from sdfastgn.patches.layout.left_alone import reason_of_cudnn
-from sdfastgn.patches.swap.fusion import Fusion, restore_class
+from sdfastgn.patches.swap.fusion import Fusion
 
 # The name of sdfastgn's injection and callbacks in a ``ModelPatcher``.
 KEY = "sdfastgn"
@@ -125,13 +125,8 @@ def eject(root: nn.Module) -> None:
     ``_apply``, which drops the graphs when the UNet is moved. The method stays until this move, or until the
     next ``inject``.
     """
-    stop_checking(root.modules())
+    restore(root)
     for module in root.modules():
-        restore_class(module)
-        for layer in LAYERS:
-            if layer.is_applied(module):
-                layer.undo(module)
-        channels_last.restore(module)
         graphs.drop_at_next_move(module)
 
 

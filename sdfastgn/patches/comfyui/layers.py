@@ -25,9 +25,11 @@ from typing import Any
 import comfy.ops
 from torch import Tensor, nn
 
+from sdfastgn.patches.code.checked import stop_checking
 from sdfastgn.patches.layers.group_norm import FusedGroupNorm
+from sdfastgn.patches.layout import channels_last
 from sdfastgn.patches.swap.class_forward import change_class
-from sdfastgn.patches.swap.fusion import foreign_override, is_unhooked, stock_class
+from sdfastgn.patches.swap.fusion import foreign_override, is_unhooked, restore_class, stock_class
 from sdfastgn.patches.swap.tested_sources import TestedSource, tested, unknown_source
 
 _ops: Any = comfy.ops
@@ -93,6 +95,17 @@ class _Layer:
 
 
 LAYERS = tuple(_Layer(plain) for plain in (nn.Conv2d, nn.Linear, nn.GroupNorm, nn.LayerNorm))
+
+
+def restore(root: nn.Module) -> None:
+    """Restore the modules in ``root``: classes, layers of ComfyUI's classes, and the layout of weights."""
+    stop_checking(root.modules())
+    for module in root.modules():
+        restore_class(module)
+        for layer in LAYERS:
+            if layer.is_applied(module):
+                layer.undo(module)
+        channels_last.restore(module)
 
 
 def _casts(module: Any) -> bool:

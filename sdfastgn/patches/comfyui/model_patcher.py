@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import comfy.sd
@@ -30,6 +31,7 @@ def optimize_model(
     after_run: Callable[[str], None] | None = None,
     *,
     fuse: Callable[[nn.Module, str | bool], None] = inject,
+    restore: Callable[[nn.Module], None] = eject,
     describe: Callable[[Any], str] = text_of,
 ) -> Any:
     """Returns a clone of the ``ModelPatcher`` ``model``. While the clone is loaded, its model is fused.
@@ -44,19 +46,18 @@ def optimize_model(
             second call of a kind, True the first, False none.
         after_run: called with the text of the report whenever the sampler has run the model.
         fuse: called with the model and ``cuda_graphs`` when ComfyUI has loaded the model.
+        restore: called with the model before ComfyUI changes it.
         describe: makes the text of the report on a ``ModelPatcher``.
 
     Raises:
         TypeError: ``model`` is no ``ModelPatcher``, or ComfyUI is too old to have injections.
         ValueError: ``cuda_graphs`` is none of the three.
     """
-    if not hasattr(model, "set_injections"):
-        raise TypeError(f"sdfastgn: expected a MODEL of ComfyUI, got {type(model).__name__}")
-    if type(cuda_graphs) not in (bool, str) or cuda_graphs not in INFERENCE_MODES:
-        raise ValueError(f'sdfastgn: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
+    _check_model(model, cuda_graphs)
     clone = dynamic_vram.clone(model)
     stay_fused(clone)
-    control_nets.optimize_in_runs(clone, cuda_graphs, lambda net: optimize_model(net, cuda_graphs, fuse=fuse))
+    optimize = partial(optimize_model, cuda_graphs=cuda_graphs, fuse=fuse, restore=restore)
+    control_nets.optimize_in_runs(clone, cuda_graphs, optimize)
 
     def put_in(patcher: Any) -> None:
         if not dynamic_vram.is_dynamic(patcher):
@@ -65,7 +66,7 @@ def optimize_model(
     def take_out(patcher: Any, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # ComfyUI also ejects when Python exits, and then modules that ``eject`` needs may be gone.
         if not is_finalizing():
-            eject(root_of(patcher))
+            restore(root_of(patcher))
 
     def begin(patcher: Any) -> None:
         # ``patcher.is_injected`` may be True although the model is not fused. This happens if ``patcher`` was
@@ -92,6 +93,13 @@ def optimize_model(
         clone.remove_callbacks_with_key(kind, KEY)
         clone.add_callback_with_key(kind, KEY, callback)
     return clone
+
+
+def _check_model(model: Any, cuda_graphs: Any) -> None:
+    if not hasattr(model, "set_injections"):
+        raise TypeError(f"sdfastgn: expected a MODEL of ComfyUI, got {type(model).__name__}")
+    if type(cuda_graphs) not in (bool, str) or cuda_graphs not in INFERENCE_MODES:
+        raise ValueError(f'sdfastgn: cuda_graphs={cuda_graphs!r} must be "auto", True or False')
 
 
 def optimize_vae(vae: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import types
 import weakref
 
 import pytest
@@ -251,6 +252,88 @@ def test_methods_that_other_nodes_replace_run(model):
     assert len(calls) == 8
     assert all(calls)
     assert type(net.control_model) is Network
+
+
+class Bound(controlnet.ControlNet):
+    """Another node's class that keeps its own bound methods, as those of Advanced-ControlNet do."""
+
+    def __init__(self, net):
+        super().__init__(None, load_device=net.load_device)
+        self.control_model, self.control_model_wrapped = net.control_model, net.control_model_wrapped
+        net.copy_to(self)
+        for name in ("get_control", "pre_run", "cleanup"):
+            setattr(self, name, types.MethodType(getattr(controlnet.ControlNet, name), self))
+
+
+@pytest.mark.skipif(not hasattr(ModelPatcher, "is_dynamic"), reason="this ComfyUI has no DynamicVRAM")
+def test_before_a_foreign_class_with_bound_methods(model, monkeypatch):
+    net = dynamic_net()
+    last = Bound(applied(load_net(), 0.5)).set_previous_controlnet(applied(net, 0.7))
+    own, is_loaded = controlnet.ControlNet.get_control, []
+
+    def get_control(self, *args):
+        loaded = [each.model.model for each in model_management.current_loaded_models]
+        is_loaded.append(any(self.control_model is each for each in loaded))
+        return own(self, *args)
+
+    monkeypatch.setattr(controlnet.ControlNet, "get_control", get_control)
+    run(optimize_model(model), last, steps=1)
+    assert is_loaded == [True]
+
+
+def test_patched_after_the_first_run(model):
+    net = load_net()
+    optimized = optimize_model(model)
+    close(run(optimized, applied(net)), run(model, applied(net)))
+    name, weight = next(x for x in net.control_model.named_parameters() if x[0].endswith("to_q.weight"))
+    net.control_model_wrapped.add_patches({name: (torch.randn(weight.shape) * 0.3,)})
+    stock = run(model, applied(net))
+    close(run(optimized, applied(net)), stock)
+
+
+def test_another_model_than_the_one_that_is_loaded(model):
+    """Another node has replaced the ControlNet's model."""
+    control = applied(load_net())
+    control.control_model = load_net().control_model
+    with torch.no_grad():
+        for weight in control.control_model.parameters():
+            weight.mul_(0.9)
+    stock = run(model, control)
+    close(run(optimize_model(model), control), stock)
+    assert of_last_run(unet_of(model)) == ([], [])
+
+
+def test_a_deep_copy_of_conditioning_is_stock(model):
+    control = applied(load_net())
+    stock = run(model, control)
+    optimized = optimize_model(model)
+    run(optimized, control)
+    second = copy.deepcopy(control)
+    assert {type(m).__module__.partition(".")[0] for m in second.control_model.modules()} <= {
+        "comfy",
+        "torch",
+    }
+    assert torch.equal(run(model, second), stock)
+    close(run(optimized, second), stock)
+    assert of_last_run(unet_of(model))[0][0].model is second.control_model
+
+
+def test_plans_inside_end_when_it_is_unloaded(model):
+    """Calls that cannot be traced: a union ControlNet raises its own error, for a type that it lacks."""
+    net = load_net(control_types=3)
+    net.set_extra_arg("control_type", [1])
+    good = applied(net)
+    stock = run(model, good)
+    net.set_extra_arg("control_type", [5])
+    optimized = optimize_model(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="out of range"):
+            run(optimized, applied(net))
+    close(run(optimized, good), stock)
+    model_management.unload_all_models()
+    assert not [path for path, module in net.control_model.named_modules() if "forward" in vars(module)]
+    assert torch.equal(run(model, good), stock)
+    close(run(optimized, good), stock)
 
 
 class Dynamic(ModelPatcher):

@@ -323,3 +323,25 @@ def test_an_interrupt_during_a_trace_ends_the_run():
         step(optimized, KIND)
     model_management.interrupt_current_processing(False)
     optimized.detach()
+
+
+def test_plans_inside_end_when_it_is_unloaded(model, monkeypatch, tape):
+    """Code that cannot be traced: it reads what only informs other nodes."""
+    own = CrossAttention.forward
+
+    def forward(self, x, context=None, value=None, mask=None, transformer_options={}):  # noqa: B006
+        scale = 0.9 if float(transformer_options["sigmas"][0]) > 3 else 1.1
+        return own(self, x, context, value, mask, transformer_options) * scale
+
+    def inside():
+        return [path for path, module in unet_of(model).named_modules() if "forward" in vars(module)]
+
+    monkeypatch.setattr(CrossAttention, "forward", forward)
+    stock = latent_of(model, KIND, steps=3)
+    optimized = optimize_model(model)
+    for _ in range(2):
+        close(latent_of(optimized, KIND, steps=3), stock)
+        assert inside()
+        model_management.unload_all_models()
+        assert not inside()
+        assert torch.equal(latent_of(model, KIND, steps=3), stock)
