@@ -9,7 +9,7 @@ comfy_checkout.import_for_cpu()
 
 from comfy import model_management  # noqa: E402
 
-from sdfastgn.patches.comfyui import graphs, inject, model_patcher  # noqa: E402
+from sdfastgn.patches.comfyui import graphs, inject  # noqa: E402
 from sdfastgn.patches.comfyui.model_patcher import optimize_model, optimize_vae  # noqa: E402
 from sdfastgn.patches.comfyui.report import parts_of, text_of  # noqa: E402
 from tests.patches.comfyui import comfy_models  # noqa: E402
@@ -109,12 +109,11 @@ def test_a_clone_that_dies_does_not_end_it(model, kind):
     assert type(unet_of(model)) is graphs.FusedUNetModel
 
 
-def test_it_stays_fused_between_two_runs(kind, monkeypatch):
+def test_it_stays_fused_between_two_runs(kind):
     ejected = []
-    monkeypatch.setattr(model_patcher, "eject", lambda root: (ejected.append(root), inject.eject(root)))
     model = comfy_models.load_model(kind)
     stock = latent_of(model, kind)
-    optimized = optimize_model(model)
+    optimized = optimize_model(model, restore=lambda root: (ejected.append(root), inject.eject(root)))
     found = latent_of(optimized, kind)
     for _ in range(2):
         assert torch.equal(latent_of(optimized, kind), found)
