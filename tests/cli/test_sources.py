@@ -144,6 +144,7 @@ _LAYERS = ("Conv2d", "Linear", "GroupNorm", "LayerNorm")
 # A checkout of ComfyUI with the classes that fusions replace, and no code in them. File -> text.
 COMFYUI = {
     "comfyui_version.py": "__version__ = '9.9.9'",
+    "comfy/cldm/cldm.py": "class ControlNet(nn.Module): ...",
     "comfy/cli_args.py": "",
     "comfy/model_management.py": "",
     "comfy/model_patcher.py": "class ModelPatcher: ...",
@@ -164,6 +165,7 @@ COMFYUI = {
     f"comfy/ldm/{file}.py": "\n".join(f"class {name}(nn.Module): ..." for name in names)
     for file, names in _CLASSES.items()
 }
+COMFYUI["comfy/ldm/modules/attention.py"] += "\ndef attention_pytorch(): ..."
 
 
 @pytest.mark.slow
