@@ -131,7 +131,7 @@ class FusedBasicTransformerBlock(BasicTransformerBlock):
         h = norm(prepared(self.norm1, x), x)
         h = self.attn1(h, context=own, value=None, transformer_options={_OVERRIDE: _attention, **options})
         h, x = add_norm(prepared(self.norm2, h, x), h, x)
-        to_prompt = {_OVERRIDE: partial(_attention, is_prompt=True), **options}
+        to_prompt = {_OVERRIDE: _attention_to_prompt, **options}
         h = self.attn2(h, context=context, value=None, transformer_options=to_prompt)
         is_known = type(self.ff) is FeedForward and type(self.ff.net) is nn.Sequential
         is_known = is_known and is_unhooked(self.ff) and is_unhooked(self.ff.net)
@@ -167,7 +167,7 @@ _OVERRIDE = "optimized_attention_override"
 # ComfyUI's attention by PyTorch, as ComfyUI passes it to an override. Users may choose other attentions.
 _BY_PYTORCH = inspect.unwrap(attention.attention_pytorch)
 # GPUs on which PyTorch itself tries cuDNN's attention first. ComfyUI 0.33 tries FlashAttention first. On an
-# H200 cuDNN takes about half the time.
+# H200 a step of SDXL took 32.1 ms with ComfyUI's attention, and in another run 30.3 with ``_attention``.
 _CUDNN_IS_FASTER = {(9, 0), (10, 0)}
 _CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -200,6 +200,9 @@ def _attention(
                 h = torch.nn.functional.scaled_dot_product_attention(*parts)
             return h.transpose(1, 2).flatten(2)
     return stock(q, k, v, heads, mask, **options)
+
+
+_attention_to_prompt = partial(_attention, is_prompt=True)
 
 
 class FusedGEGLU(GEGLU):
