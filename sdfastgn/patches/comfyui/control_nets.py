@@ -18,14 +18,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from comfy.controlnet import ControlNet
-from comfy.patcher_extension import WrappersMP
 from torch import nn
 
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.patches.comfyui import dynamic_vram
 from sdfastgn.patches.comfyui.graphs import CONTROL_NET
 from sdfastgn.patches.comfyui.inject import KEY, root_of
-from sdfastgn.patches.comfyui.staying import staying
+from sdfastgn.patches.comfyui.staying import staying, wrap_load
 
 # The attribute of a stock ControlNet's ``ModelPatcher`` that keeps a ``_Clone`` for the next run.
 _CLONE = "_sdfastgn_clone"
@@ -63,10 +62,7 @@ def optimize_in_runs(patcher: Any, cuda_graphs: str | bool, optimize: Callable[[
         _last_run[root_of(patcher)] = [weakref.ref(each) for each in nets.clones], nets.reasons
         return loaded
 
-    # Old releases of ComfyUI have no wrappers around the function that loads the sampler's models.
-    if hasattr(WrappersMP, "PREPARE_SAMPLING"):
-        patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)
-        patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, load)
+    wrap_load(patcher, KEY, load)
 
 
 class _Clone(NamedTuple):

@@ -15,7 +15,7 @@ ignores such an ejection and the injection after it, until ComfyUI is about to c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -144,11 +144,19 @@ def stay_fused(patcher: Any) -> None:
     """
     if type(patcher) is ModelPatcher:
         patcher.__class__ = StayingPatcher
-    # Old releases of ComfyUI have no wrappers around the function that loads the sampler's model. With
-    # these releases the model does not stay fused between runs.
-    if isinstance(patcher, StayingPatcher) and hasattr(WrappersMP, "PREPARE_SAMPLING"):
-        patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, _KEY)
-        patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, _KEY, _load)
+    if isinstance(patcher, StayingPatcher):
+        wrap_load(patcher, _KEY, _load)
+
+
+def wrap_load(patcher: Any, key: str, wrapper: Callable[..., Any]) -> None:
+    """Let ``wrapper`` run around ComfyUI's function that loads the sampler's models, for runs of ``patcher``.
+
+    It replaces a wrapper with the same ``key``. Old releases of ComfyUI have no such wrappers, so with these
+    releases this does nothing: models do not stay fused between runs, and ControlNets run as stock.
+    """
+    if hasattr(WrappersMP, "PREPARE_SAMPLING"):
+        patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, key)
+        patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, key, wrapper)
 
 
 def _load(executor: Any, patcher: Any, *args: Any, **options: Any) -> Any:
