@@ -89,15 +89,7 @@ class PlannedUNetModel(UNetModel):
             del control[name][count:]
         return output
 
-    def call_alone(
-        self,
-        x: Tensor,
-        timesteps: Tensor | None = None,
-        context: Any = None,
-        y: Tensor | None = None,
-        control: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, dict[str, int]]:
+    def call_alone(self, *args: Any, control: Any = None, **kwargs: Any) -> tuple[Tensor, dict[str, int]]:
         """Compute a call into which no other node than sdfastgn's has put code. This method is traced.
 
         ComfyUI's code removes the tensors that it uses from the lists in ``control``. This method gives it
@@ -110,7 +102,7 @@ class PlannedUNetModel(UNetModel):
             options = {name: {} if name in _EMPTY else _Unread(name) for name in graphs.HARMLESS}
         given = None if control is None else {name: list(entries) for name, entries in control.items()}
         with graphs.keeping_interrupts():
-            output = super()._forward(x, timesteps, context, y, given, options, **kwargs)
+            output = super()._forward(*args, control=given, transformer_options=options, **kwargs)
         left = {} if given is None else {name: len(entries) for name, entries in given.items()}
         if is_tracing():
             for name, entries in (given or {}).items():

@@ -182,20 +182,12 @@ class FusedUNetModel(UNetModel):
             _remove_used(self, control)
         return output
 
-    def call_alone(
-        self,
-        x: Tensor,
-        timesteps: Tensor | None = None,
-        context: Any = None,
-        y: Tensor | None = None,
-        control: Any = None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def call_alone(self, *args: Any, control: Any = None, **kwargs: Any) -> Tensor:
         """Compute a call into which no other node has put code. ``control`` stays as it is."""
         if control is not None:
             control = {name: list(entries) for name, entries in control.items()}
         with keeping_interrupts():
-            return super()._forward(x, timesteps, context, y, control, {}, **kwargs)
+            return super()._forward(*args, control=control, transformer_options={}, **kwargs)
 
 
 class FusedControlNet(ControlNet):
