@@ -1,7 +1,8 @@
 """Plans for a ``UNetModel`` or ``ControlNet`` of ComfyUI whose code was never tested with sdfastgn.
 
 A plan is a traced call that runs without the model's Python. Fused blocks repeat code of ComfyUI, so they
-need releases in which this code was read and tested. Plans are traced from whatever code there is.
+need releases in which this code was read and tested. A plan is traced from the installed code, so it needs
+no tested release.
 
 A ``UNetModel`` gets the class ``PlannedUNetModel``. If no other node than sdfastgn's has put code into a
 call, the call runs as a plan. If Python takes longer than the GPU, the plan is captured as a CUDA graph. If
