@@ -18,6 +18,7 @@ from torch import nn
 
 import sdfastgn
 from scripts import build_compiled
+from sdfastgn.kernels.act_linear import shared
 from sdfastgn.kernels.common import archive, dispatch, gpu
 from sdfastgn.kernels.common.launch import Launch
 from sdfastgn.kernels.product import packed
@@ -69,7 +70,10 @@ def test_the_kernels_of_a_model_are_found_once_each(gpu_of_meta) -> None:
     # Of norms, time embeddings, feed-forward and upsampling.
     assert names.keys() >= {"small_kernel", "_rows_kernel", "_statistics_kernel"}
     assert names.keys() >= {"_act_linear_kernel", "_geglu_kernel", "_upsample_kernel"}
-    assert not build_compiled.launches("tiny")[0][0].direct()
+    assert names["_shared_kernel"] == 1  # runs only in CUDA graphs
+    again = build_compiled.launches("tiny")
+    assert not again[0][0].direct()
+    assert [signature(*each) for each in again] == signatures
 
 
 @pytest.mark.drawn(1)
@@ -106,7 +110,9 @@ def test_the_kernels_are_those_that_calls_with_memory_launch(monkeypatch: pytest
     monkeypatch.setattr(gpu, "compute_capability", lambda device: (9, 0))
     monkeypatch.setattr(dispatch, "is_supported", lambda x: x.dtype in dispatch.KERNEL_DTYPES)
     monkeypatch.setattr(packed, "PACKED_DEVICES", ("cpu",))
-    call_tiny("cpu")
+    monkeypatch.setattr(shared, "_ready", shared.PlanCache())
+    with shared.rehearsed():
+        call_tiny("cpu")
     assert launched == expected
 
 

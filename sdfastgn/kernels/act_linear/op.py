@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sdfastgn.kernels.act_linear import shared
 from sdfastgn.kernels.act_linear.config import tile_config
 from sdfastgn.kernels.common import dispatch, gpu, private
 from sdfastgn.kernels.common.activations import ACTIVATIONS
@@ -64,7 +65,7 @@ class _Plan:
     It has one program for each tile of y.
     """
 
-    __slots__ = ("launch", "shape", "strides")
+    __slots__ = ("config", "launch", "shape", "strides")
 
     def __init__(self, call: _Call) -> None:
         from sdfastgn.kernels.act_linear import kernels  # imported late: kernels.py needs Triton
@@ -74,6 +75,7 @@ class _Plan:
         C = call.weight.shape[0]
         self.shape, self.strides = (N, C), (C, 1)
         config = tile_config(N, C, K, x.itemsize, vector_width(x.itemsize, K), gpu.num_sms(x.device))
+        self.config = config
         pdl = gpu.has_programmatic_launch(x.device)
         self.launch = Launch(
             kernels._act_linear_kernel, config.programs(N, C), config.num_warps, pdl=pdl,
@@ -84,6 +86,10 @@ class _Plan:
 
     def run(self, call: _Call) -> Tensor:
         """Launch the kernel, and return y (N, C)."""
+        sharing = shared.current.get()
+        y = None if sharing is None else sharing.result(call, self.config)
+        if y is not None:
+            return y
         x, weight, bias, _, extra_bias = call
         # ``new_empty_strided`` takes half the CPU time of ``torch.empty``.
         y = x.new_empty_strided(self.shape, self.strides)

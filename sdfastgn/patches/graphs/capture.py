@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from sdfastgn.kernels.act_linear import shared
 from sdfastgn.kernels.common.compile_ahead import rehearse
 from sdfastgn.kernels.common.failures import one_line
 from sdfastgn.kernels.common.private import end_pool
@@ -132,7 +133,11 @@ class Graph:
     def __init__(
         self, module: nn.Module, buffers: list[Tensor], run: Callable[[], Any], backend: Backend, watch: Watch
     ) -> None:
-        self.buffers, self.handle = buffers, backend.capture(run)
+        self.buffers = buffers
+        with backend.allocating():
+            self._shared = shared.Capture(watch.device, watch.addresses())
+        with self._shared.running():
+            self.handle = backend.capture(run)
         self.output = static_copy(self.handle.output)
 
     @staticmethod
@@ -360,7 +365,7 @@ class CudaBackend:
             # algorithms for matrix products that are timed later.
             load_algorithms()
 
-        with torch.cuda.device(self._device), chosen_after():
+        with torch.cuda.device(self._device), chosen_after(), shared.rehearsed():
             rehearse(call, self._device)
 
     def new_pool(self) -> Any:

@@ -260,6 +260,9 @@ class Memory(_Tensors):
         self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self.tensors]
         self._storage_ids = list(map(expiring, self._storages))
 
+    def addresses(self) -> frozenset[int]:
+        return frozenset(self._pointers)
+
     def is_in_place(self) -> bool:
         return list(map(_data_ptr, self.tensors)) == self._pointers
 
@@ -280,6 +283,9 @@ class Kinds(_Tensors):
 
     def freeze(self) -> None:
         self._kinds = list(map(_kind_of, self.tensors))
+
+    def addresses(self) -> frozenset[int]:
+        return frozenset()  # the memory of these tensors may change
 
     def is_in_place(self) -> bool:
         return True

@@ -151,6 +151,7 @@ class Watch:
             are always included.
 
     Attributes:
+        device: the device of the capture.
         factors: the numbers in the model's attributes that are inputs of its graphs.
         reason: why the module must not be captured, or None. The constructor stops at the object that gives
             the reason, so later objects are not recorded. ``unchanged`` returns False as soon as the reason
@@ -176,7 +177,7 @@ class Watch:
         self._unwatched_in_root = _NOTES | unwatched | self._apart.get(root, frozenset())
         if is_offloaded_whole(root):
             self._unwatched_in_root |= _OF_OFFLOADING
-        self._is_on_gpu = device is not None and device.type != "cpu"
+        self.device = torch.device("cpu") if device is None else device
         self._seen: set[int] = set()
         self._objects: list[Any] = []  # visited objects, kept alive so that their ids stay unique
         self._keys: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -214,6 +215,10 @@ class Watch:
         Then a replay reads no freed memory. But its result is wrong if something else has changed.
         """
         return self._memory.is_in_place()
+
+    def addresses(self) -> frozenset[int]:
+        """The addresses of all watched tensors whose memory must not change."""
+        return self._memory.addresses()
 
     def writes(self) -> list[int]:
         """For each watched tensor, PyTorch's count of in-place writes into it (``_version``).
@@ -315,7 +320,7 @@ class Watch:
         # A capture may have stored the value of a CPU tensor, for instance as an argument of a kernel. Then
         # its value, or the number of writes into it, is watched too. A capture on a GPU may store the value
         # of any CPU tensor. A capture on the CPU, as in tests, stores only values of 0-d tensors.
-        if tensor.device.type != "cpu" or (tensor.dim() and not self._is_on_gpu):
+        if tensor.device.type != "cpu" or (tensor.dim() and self.device.type == "cpu"):
             return
         if tensor.numel() <= _FEW:
             self._numbers.add(tensor, path)

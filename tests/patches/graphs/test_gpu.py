@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import sdfastgn
+from sdfastgn.kernels.act_linear import shared
 from sdfastgn.models.architectures import build_unet, build_vae, unet_inputs
 from tests.patches.graphs.cases import MIB, agree, make, reasons_of, replaced_parameter, run, settled, state
 
@@ -73,6 +74,37 @@ def test_a_replay_waits_for_nothing(timestep):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert state(unet).replays == 2
+
+
+def test_time_embeddings_share_a_launch(monkeypatch):
+    """In a graph one kernel projects a step's time embedding for all blocks, and the bits stay the same.
+
+    The graphs of both models share their memory, so each must keep its table outside of it.
+    """
+    add, projected = shared._Group.add, []
+    monkeypatch.setattr(shared._Group, "add", lambda *given: projected.append(given[0]) or add(*given))
+    inputs = unet_inputs("tiny_xl", size=64, batch=2, dtype=torch.float16, device="cuda", seed=0)
+    pairs = []
+    for seed in range(2):
+        unet = build_unet("tiny_xl", torch.float16, "cuda", seed=seed)
+        alone = sdfastgn.optimize(copy.deepcopy(unet))
+        with monkeypatch.context() as patches:
+            patches.setattr(shared.Capture, "result", lambda *given: None)
+            run(alone, inputs), run(alone, inputs)
+        pairs.append((sdfastgn.optimize(unet), alone))
+    assert not projected
+    run(pairs[0][0], inputs), run(pairs[1][0], inputs)  # eager calls
+    for count in range(3):
+        for unet, alone in pairs:
+            assert torch.equal(run(unet, inputs), run(alone, inputs))
+            with torch.no_grad():  # a replay reads the new values
+                for each in (unet, alone):
+                    each.mid_block.resnets[0].time_emb_proj.weight.mul_(1.1 + count)
+    blocks = sum(type(module).__name__ == "FusedResnetBlock2D" for module in pairs[0][0].modules())
+    assert blocks > 4
+    assert len(projected) == 2 * blocks
+    assert len(set(map(id, projected))) == 2
+    assert [state(each).captured for pair in pairs for each in pair] == [1, 1, 1, 1]
 
 
 class Waiting(nn.Identity):
