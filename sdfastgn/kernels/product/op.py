@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from sdfastgn.kernels.common.e4m3 import E4M3
 from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.common.private import sleep, switches
 from sdfastgn.kernels.common.setting import setting
-from sdfastgn.kernels.product.cublaslt import Algorithm, Refused, Shape, algorithms, multiply
+from sdfastgn.kernels.product.cublaslt import Algorithm, Refused, Shape, algorithms, multiply, prepared
 from sdfastgn.kernels.product.e4m3 import row_scaled_product, scaled_product
 
 # An algorithm is chosen only for products in these dtypes and in E4M3. PyTorch computes all others.
@@ -49,9 +49,11 @@ _MOST_TRIED = 5
 _LAUNCHES = 5
 # Maximum number of rounds of timing of an algorithm. The algorithm's time is the time of its fastest round.
 _ROUNDS = 3
-# Number of clock cycles (0.2 ms) that the GPU sleeps before each round. Meanwhile the CPU queues the launches
-# of the round, so that the GPU then runs them without gaps.
-_HEAD_START = 400_000
+# Number of clock cycles (0.1 ms) that the GPU sleeps before each round. Meanwhile the CPU queues the launches
+# of the round, so that the GPU then runs them without gaps. If the CPU takes longer, the round is repeated
+# with twice the sleep, at most up to ``_LONGEST_HEAD_START``.
+_HEAD_START = 200_000
+_LONGEST_HEAD_START = 16 * _HEAD_START
 # Algorithms that take longer than this multiple of the best time in the first round are not timed again.
 _NEAR = 1.05
 # Two results whose bits may differ (``_ways_of_e4m3``) count as near if their relative distance is smaller
@@ -289,8 +291,9 @@ def load_algorithms() -> None:
     """
     for kind in _noted.get() or ():
         if kind not in _chosen:
-            with suppress(torch.OutOfMemoryError, Refused):  # ``chosen_after`` raises these errors again
-                _ways_of(kind)
+            # ``chosen_after`` raises these errors again.
+            with suppress(torch.OutOfMemoryError, Refused), ExitStack() as launches:
+                _ways_of(kind, launches)
 
 
 # An algorithm, or None for the one that PyTorch uses, and a function that computes the product with it.
@@ -303,24 +306,26 @@ def _fastest(kind: _Kind) -> Algorithm | None:
 
     Returns None if no algorithm is clearly faster than the one that PyTorch uses (``_WORTHWHILE``).
     """
-    ways = _ways_of(kind)
-    times = [_microseconds(way) for _, way in ways]
-    for _ in range(_ROUNDS - 1):
-        # Further rounds time only PyTorch (index 0) and the algorithms whose times are close to the best
-        # time.
-        near = [i for i, time in enumerate(times) if i == 0 or time < _NEAR * min(times)]
-        for i in near:
-            times[i] = min(times[i], _microseconds(ways[i][1]))
+    with ExitStack() as launches:
+        ways = _ways_of(kind, launches)
+        times = [_microseconds(way) for _, way in ways]
+        for _ in range(_ROUNDS - 1):
+            # Further rounds time only PyTorch (index 0) and the algorithms whose times are close to the best
+            # time.
+            near = [i for i, time in enumerate(times) if i == 0 or time < _NEAR * min(times)]
+            for i in near:
+                times[i] = min(times[i], _microseconds(ways[i][1]))
     best = times.index(min(times))
     return ways[best][0] if times[best] < _WORTHWHILE * times[0] else None
 
 
-def _ways_of(kind: _Kind) -> list[_Way]:
+def _ways_of(kind: _Kind, launches: ExitStack) -> list[_Way]:
     """The algorithms for a product, each with a function that runs it. The first is PyTorch's.
 
-    Each algorithm runs once in this function, which loads its code onto the GPU.
+    Each algorithm runs once in this function, which loads its code onto the GPU. The functions work until
+    ``launches`` is closed, to which the context of each of them is added.
     """
-    return _ways_of_e4m3(kind) if kind.shape.is_e4m3 else _ways(kind)
+    return _ways_of_e4m3(kind, launches) if kind.shape.is_e4m3 else _ways(kind, launches)
 
 
 def _random(kind: _Kind) -> Callable[..., Tensor]:
@@ -330,7 +335,7 @@ def _random(kind: _Kind) -> Callable[..., Tensor]:
     return partial(torch.randn, dtype=kind.shape.dtype, device=kind.device, generator=generator)
 
 
-def _ways(kind: _Kind) -> list[_Way]:
+def _ways(kind: _Kind, launches: ExitStack) -> list[_Way]:
     """The algorithms for a product of fp16 or bf16 tensors, each with a function that runs it."""
     shape, device = kind.shape, kind.device
     random = _random(kind)
@@ -346,16 +351,18 @@ def _ways(kind: _Kind) -> list[_Way]:
         expected = private.linear(x, weight, bias)
     ways: list[_Way] = [(None, own)]
     for algorithm in algorithms(shape, device)[:_MOST_TRIED]:
+        out.copy_(start)
         try:
-            multiply(shape, algorithm, x, weight, bias, out.copy_(start))
+            launch = launches.enter_context(prepared(shape, algorithm, x, weight, bias, out))
+            launch()
         except Refused:
             continue
         if torch.equal(out, expected):
-            ways.append((algorithm, partial(multiply, shape, algorithm, x, weight, bias, out)))
+            ways.append((algorithm, launch))
     return ways
 
 
-def _ways_of_e4m3(kind: _Kind) -> list[_Way]:
+def _ways_of_e4m3(kind: _Kind, launches: ExitStack) -> list[_Way]:
     """The algorithms for a product of E4M3 tensors, each with a function that runs it.
 
     An algorithm of cuBLASLt may give other bits than PyTorch, for two reasons. To add a product to a tensor,
@@ -388,15 +395,17 @@ def _ways_of_e4m3(kind: _Kind) -> list[_Way]:
         # them.
         found = []
     for algorithm in found:
+        out.copy_(start)
         try:
-            multiply(shape, algorithm, x, weight, bias, out.copy_(start), scales)
+            launch = launches.enter_context(prepared(shape, algorithm, x, weight, bias, out, scales))
+            launch()
         except Refused:
             continue
         may_differ = shape.adds or shape.has_row_scales
         if may_differ and len(ways) == 1 and _distance(out, expected) < _NEAR_RESULT:
             expected = out.clone()
         if torch.equal(out, expected):
-            ways.append((algorithm, partial(multiply, shape, algorithm, x, weight, bias, out, scales)))
+            ways.append((algorithm, launch))
     return ways
 
 
@@ -410,11 +419,17 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 def _microseconds(way: Callable[[], object]) -> float:
     """Measures the GPU time of ``way()`` in microseconds, as the mean of ``_LAUNCHES`` calls."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    sleep(_HEAD_START)
-    begin.record()
-    for _ in range(_LAUNCHES):
-        way()
-    end.record()
-    end.synchronize()
-    return 1e3 * begin.elapsed_time(end) / _LAUNCHES
+    head_start = _HEAD_START
+    while True:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        sleep(head_start)
+        begin.record()
+        for _ in range(_LAUNCHES):
+            way()
+        end.record()
+        # If the GPU's sleep is over before all launches are queued, the GPU may have waited for launches.
+        is_late = begin.query()
+        end.synchronize()
+        if not is_late or head_start >= _LONGEST_HEAD_START:
+            return 1e3 * begin.elapsed_time(end) / _LAUNCHES
+        head_start *= 2

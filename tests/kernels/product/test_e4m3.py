@@ -1,5 +1,7 @@
 """Products in E4M3, by the algorithm that a rehearsal has chosen; on a GPU every algorithm is right."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -62,6 +64,10 @@ class Library:
         product += 0 if bias is None else bias.double()
         out.copy_(product + self.found[algorithm][1])
 
+    @contextmanager
+    def prepared(self, *arguments):
+        yield lambda: self.multiply(*arguments)
+
     def microseconds(self, way):
         self.called.clear()
         way()
@@ -72,7 +78,7 @@ class Library:
 def library(monkeypatch):
     def install(**algorithms):
         made = Library(**algorithms)
-        for name in ("algorithms", "multiply"):
+        for name in ("algorithms", "multiply", "prepared"):
             monkeypatch.setattr(op, name, getattr(made, name))
         monkeypatch.setattr(op, "_microseconds", made.microseconds)
         return made
@@ -161,12 +167,11 @@ def test_what_is_chosen_for_rows(library, monkeypatch, algorithms, chosen):
     assert stub.called == ([chosen] if chosen else [])
 
 
-def test_an_algorithm_with_one_scale_for_all_rows_is_never_chosen(library, monkeypatch):
+def test_an_algorithm_with_one_scale_for_all_rows_is_never_chosen(library):
     def multiply(shape, algorithm, x, weight, bias, out, scales):
         out.copy_(truth(x, weight, [s[:1].expand_as(s) for s in scales]) + bias.double())
 
-    library(wrong=(5.0, 0.0))
-    monkeypatch.setattr(op, "multiply", multiply)
+    library(wrong=(5.0, 0.0)).multiply = multiply
     with op.chosen_after():
         x, weight, scales, bias = make_rows()
         op.linear_of_rows(x, weight, scales, bias, torch.bfloat16)

@@ -1,6 +1,7 @@
 """Which algorithm a product gets and when; on a GPU that each is right, and graphs keep PyTorch's bits."""
 
 import itertools
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -41,6 +42,10 @@ class Library:
         product = F.linear(x, weight, bias)
         out.copy_(out.addmm(x, weight.t()) if shape.adds else product).add_(self.errors[algorithm])
 
+    @contextmanager
+    def prepared(self, *arguments):
+        yield lambda: self.multiply(*arguments)
+
     def microseconds(self, way):
         self.timed += 1
         self.called.clear()
@@ -59,7 +64,8 @@ def library(monkeypatch):
     def install(**algorithms):
         made = Library(**algorithms)
         monkeypatch.setattr(op, "algorithms", made.algorithms)
-        monkeypatch.setattr(op, "multiply", made.multiply)
+        for name in ("multiply", "prepared"):
+            monkeypatch.setattr(op, name, getattr(made, name))
         monkeypatch.setattr(op, "_microseconds", made.microseconds)
         return made
 
@@ -132,12 +138,42 @@ def test_algorithms_are_loaded_before_they_are_timed(library):
     op.load_algorithms()  # outside of a rehearsal there is nothing to load
 
 
+class Clock:
+    """Stands for a GPU whose sleep of ``_HEAD_START`` ends when the CPU has queued ``late`` rounds."""
+
+    def __init__(self, monkeypatch, late):
+        self.sleeps, self.late = [], late
+        monkeypatch.setattr(op, "sleep", self.sleeps.append)
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: self)
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def query(self):
+        return len(self.sleeps) <= self.late
+
+    def elapsed_time(self, end):
+        return 0.001 * len(self.sleeps) * op._LAUNCHES
+
+
+@pytest.mark.parametrize(("late", "rounds"), [(0, 1), (2, 3), (99, 5)])
+def test_a_round_whose_launches_came_late_is_repeated(monkeypatch, late, rounds):
+    """On a slow CPU the GPU would wait for launches, and a fast algorithm would look slow."""
+    clock, calls = Clock(monkeypatch, late), []
+    assert op._microseconds(lambda: calls.append(1)) == pytest.approx(rounds)
+    assert clock.sleeps == [op._HEAD_START * 2**i for i in range(rounds)]
+    assert len(calls) == rounds * op._LAUNCHES
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, cublaslt.Refused])
 def test_algorithms_that_cannot_be_loaded_are_loaded_when_they_are_timed(library, monkeypatch, error):
     stub = library(fast=(8.0, 0.0))
     ways = op._ways
 
-    def short(kind):
+    def short(kind, launches):
         monkeypatch.setattr(op, "_ways", ways)
         raise error
 
