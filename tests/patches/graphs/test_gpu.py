@@ -77,10 +77,7 @@ def test_a_replay_waits_for_nothing(timestep):
 
 
 def test_time_embeddings_share_a_launch(monkeypatch):
-    """In a graph one kernel projects a step's time embedding for all blocks, and the bits stay the same.
-
-    The graphs of both models share their memory, so each must keep its table outside of it.
-    """
+    """In a graph one kernel projects a step's time embedding for all blocks, and the bits stay the same."""
     add, projected = shared._Group.add, []
     monkeypatch.setattr(shared._Group, "add", lambda *given: projected.append(given[0]) or add(*given))
     inputs = unet_inputs("tiny_xl", size=64, batch=2, dtype=torch.float16, device="cuda", seed=0)
