@@ -49,7 +49,8 @@ def test_other_sums_stay(conv, image):
         lambda x: (y := conv(x)) + y,
         lambda x: x - conv(x),
     ):
-        found = steps_of(call, image)
+        # A CPU may round a convolution with a bias in another way than the convolution and then the bias.
+        found = steps_of(call, image, tolerance=1e-5)
         assert "add" not in found
         assert "add_bias_" in found
 
@@ -61,7 +62,8 @@ def test_other_divisors_stay(conv, image):
         lambda x: 2.0 / (x + conv(x)),
         lambda x: (x.to(torch.int32) + 1) / 2.0,
     ):
-        assert all(n.args[3] == 1.0 for n in checked(call, image).all(steps.add))
+        # Near zero, ``floor`` and the quotients magnify the rounding of the convolution.
+        assert all(n.args[3] == 1.0 for n in checked(call, image, tolerance=0.02).all(steps.add))
     shared = checked(lambda x: (y := x + conv(x), y / 2.0), image)
     assert shared.only(steps.add).args[3] == 1.0
 
@@ -133,8 +135,9 @@ def test_a_bias_stays_before_other_views(conv):
 
 def test_a_bias_of_one_channel():
     w, b = torch.randn(1, 4, 3, 3), torch.randn(1)
-    plan = checked(lambda x: F.relu(F.conv2d(x, w, b, padding=1).transpose(1, 2)), torch.randn(2, 4, 1, 4))
-    assert "add_bias_" in plan.steps
+    call = lambda x: F.relu(F.conv2d(x, w, b, padding=1).transpose(1, 2))  # noqa: E731
+    # The error is relative to the norm of a result of eight numbers, most of which may be 0.
+    assert "add_bias_" in steps_of(call, torch.randn(2, 4, 1, 4), tolerance=1e-3)
 
 
 def test_a_view_that_is_read_twice_has_its_bias_once(conv):
