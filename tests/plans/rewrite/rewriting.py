@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,12 +63,25 @@ def name_of(n: fx.Node) -> str:
     return target.__name__ if packet is None else f"aten.{packet.__name__}"
 
 
-def steps_of(call: Callable[..., Any], *inputs: Any, tolerance: float | None = None) -> list[str]:
+def steps_of(call: Callable[..., Any], *inputs: Any, **options: Any) -> list[str]:
     """The steps of the rewritten ``call``, which computes what eager does: see ``checked``."""
-    return checked(call, *inputs, tolerance=tolerance).steps
+    return checked(call, *inputs, **options).steps
 
 
-def checked(call: Callable[..., Any], *inputs: Any, tolerance: float | None = None) -> Rewritten:
+def draw_exact(shape: Sequence[int], bits: int = 3) -> Tensor:
+    """Random odd multiples of 2^-bits, which are never 0.
+
+    Every CPU computes sums of products of such numbers without rounding, in whatever order it adds them.
+    """
+    return (2 * (torch.randn(shape) * 2 ** (bits - 1)).floor() + 1) / 2**bits
+
+
+def checked(
+    call: Callable[..., Any],
+    *inputs: Any,
+    tolerance: float | None = None,
+    draw: Callable[[Sequence[int]], Tensor] = torch.randn,
+) -> Rewritten:
     """The rewritten ``call``. Two calls with other inputs compute what eager does.
 
     Results are compared, and all arguments after the call.
@@ -76,11 +89,12 @@ def checked(call: Callable[..., Any], *inputs: Any, tolerance: float | None = No
     Args:
         call, inputs: the function, and its arguments.
         tolerance: the largest relative error. None: ``TOLERANCES`` has it.
+        draw: function shape -> the values of a floating-point input.
     """
     plan = Rewritten(call, *inputs)
     earlier: list[tuple[list[Any], list[Any]]] = []
     for _ in range(2):
-        ours = others_like(inputs)
+        ours = others_like(inputs, draw)
         theirs = pytree.tree_map_only(Tensor, Tensor.clone, ours)
         with torch.no_grad():
             found, wanted = same_random_numbers(plan, ours), same_random_numbers(call, theirs)
@@ -90,11 +104,11 @@ def checked(call: Callable[..., Any], *inputs: Any, tolerance: float | None = No
     return plan
 
 
-def others_like(inputs: Any) -> Any:
+def others_like(inputs: Any, draw: Callable[[Sequence[int]], Tensor] = torch.randn) -> Any:
     """Tensors of other values, in the shapes, strides and dtypes of ``inputs``."""
 
     def other(x: Tensor) -> Tensor:
-        drawn = torch.randn(x.shape) if x.is_floating_point() else torch.randint(0, 3, x.shape)
+        drawn = draw(x.shape) if x.is_floating_point() else torch.randint(0, 3, x.shape)
         return torch.empty_like(x).copy_(drawn)
 
     return pytree.tree_map_only(Tensor, other, inputs)
