@@ -76,6 +76,11 @@ def project(x, parts, activation="silu"):
     return [act_linear(x, w, b, activation, extra_bias=extra) for w, b, extra in parts]
 
 
+def assert_right(found, x, parts, activation="silu"):
+    for y, (weight, bias, extra) in zip(found, parts, strict=True):
+        assert error(y, truth(x, weight, bias, activation, extra)) < BOUNDS[x.dtype]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("N", "K"), [(1, 64), (2, 1280), (3, 40), (16, 40)])
 def test_one_launch_computes_all(tape, N, K, dtype, device):
@@ -86,9 +91,9 @@ def test_one_launch_computes_all(tape, N, K, dtype, device):
     assert len(tape.launches) == 1
     with kernels(direct=True), torch.no_grad():
         alone = project(x, parts)
-    for y, own, (weight, bias, extra) in zip(found, alone, parts, strict=True):
+    assert_right(found, x, parts)
+    for y, own in zip(found, alone, strict=True):
         assert y.is_contiguous()
-        assert error(y, truth(x, weight, bias, "silu", extra)) < BOUNDS[dtype]
         assert torch.equal(y, own)
 
 
@@ -101,8 +106,7 @@ def test_each_x_has_a_launch(tape, device):
     # An unaligned pointer would make Triton compile the kernel again, in the capture.
     assert not any(t.data_ptr() % 16 for _, tensors in tape.launches for t in tensors)
     for each, results in zip(xs, found, strict=True):
-        for y, (weight, bias, extra) in zip(results, parts, strict=True):
-            assert error(y, truth(each, weight, bias, "silu", extra)) < BOUNDS[torch.float32]
+        assert_right(results, each, parts)
 
 
 def test_a_full_table(tape, monkeypatch, device):
@@ -112,8 +116,7 @@ def test_a_full_table(tape, monkeypatch, device):
     found = tape.capture(lambda: project(x, parts), x, tensors_of(parts))
     (_, (_, table, _)) = tape.launches[0]
     assert table[0] == 3
-    for y, (weight, bias, extra) in zip(found, parts, strict=True):
-        assert error(y, truth(x, weight, bias, "silu", extra)) < BOUNDS[torch.float32]
+    assert_right(found, x, parts)
 
 
 def written(x, weight, bias, extra):
@@ -194,11 +197,9 @@ def test_what_may_change_is_not_shared(tape, change, device):
     # Another x has a launch of its own, which further calls could share.
     others = {written: [2], with_other_memory: [2], with_another_shape: [1]}
     assert launches == [2, *others.get(change, [])]
-    weight, bias, extra = parts[0]
     if change not in _OF_X:
-        assert error(first, truth(x0, weight, bias, "silu", extra)) < BOUNDS[torch.float32]
-    x, weight, bias, extra = changed
-    assert error(second, truth(x, weight, bias, "silu", extra)) < BOUNDS[torch.float32]
+        assert_right([first], x0, parts[:1])
+    assert_right([second], changed[0], [changed[1:]])
 
 
 def test_other_activations_are_apart(tape, device):
@@ -210,8 +211,8 @@ def test_other_activations_are_apart(tape, device):
     tape.rehearse(call)
     found = tape.capture(call, x, tensors_of(parts))
     assert len(tape.launches) == 2
-    for y, name, (weight, bias, extra) in zip(found, ["silu"] * 3 + ["gelu"] * 3, parts * 2, strict=True):
-        assert error(y, truth(x, weight, bias, name, extra)) < BOUNDS[torch.float32]
+    assert_right(found[:3], x, parts)
+    assert_right(found[3:], x, parts, "gelu")
 
 
 def test_odd_rows_are_not_shared(tape, device):
@@ -229,8 +230,7 @@ def test_a_part_of_x_has_a_launch_of_its_own(tape, device):
     found = tape.capture(call, x, tensors_of(parts))
     assert len(tape.launches) == 2
     for each, results in zip(xs, found, strict=True):
-        for y, (weight, bias, extra) in zip(results, parts, strict=True):
-            assert error(y, truth(each, weight, bias, "silu", extra)) < BOUNDS[torch.float32]
+        assert_right(results, each, parts)
 
 
 @pytest.mark.parametrize("is_rehearsed", [True, False])
@@ -243,8 +243,7 @@ def test_an_unaligned_x_is_not_shared(tape, device, is_rehearsed):
     tape.rehearse(lambda: project(first, parts))
     found = tape.capture(lambda: project(second, parts), x, tensors_of(parts))
     assert not tape.launches
-    for y, (weight, bias, extra) in zip(found, parts, strict=True):
-        assert error(y, truth(x, weight, bias, "silu", extra)) < BOUNDS[torch.float32]
+    assert_right(found, x, parts)
 
 
 def test_a_capture_that_fails_keeps_nothing(tape, device):
@@ -301,8 +300,7 @@ def test_inference_tensors_are_not_shared(tape, device):
 
     found = tape.capture(call, x, tensors_of(parts))
     assert not tape.launches
-    for y, (weight, bias, extra) in zip(found, parts, strict=True):
-        assert error(y, truth(x, weight, bias, "silu", extra)) < BOUNDS[torch.float32]
+    assert_right(found, x, parts)
 
 
 @pytest.mark.parametrize("case", ["not capturing", "recorded"])
@@ -316,8 +314,7 @@ def test_launches_that_must_be_their_own(tape, device, monkeypatch, case):
     with observed_by(run) if case == "recorded" else nullcontext():
         found = tape.capture(lambda: project(x, parts), x, tensors_of(parts))
     assert not tape.launches
-    for y, (weight, bias, extra) in zip(found, parts, strict=True):
-        assert error(y, truth(x, weight, bias, "silu", extra)) < BOUNDS[torch.float32]
+    assert_right(found, x, parts)
 
 
 def test_only_what_was_rehearsed(tape, device):
@@ -359,5 +356,4 @@ def test_a_kernel_that_fails_is_not_used(tape, monkeypatch, device):
     tape.rehearse(lambda: project(x, parts))
     found = tape.capture(lambda: project(x, parts), x, tensors_of(parts))
     assert not tape.launches
-    for y, (weight, bias, extra) in zip(found, parts, strict=True):
-        assert error(y, truth(x, weight, bias, "silu", extra)) < BOUNDS[torch.float32]
+    assert_right(found, x, parts)
