@@ -36,8 +36,7 @@ from sdfastgn.kernels.common.plan_cache import PlanCache
 from sdfastgn.kernels.common.setting import setting
 from sdfastgn.kernels.common.sizes import vector_width
 
-# Number of columns of the result that an entry of the table stands for. A program computes one entry at a
-# time.
+# Number of columns of a result that one entry of the table describes. A program computes one entry at a time.
 _COLUMNS = 8
 # Number of elements of an entry.
 _ENTRY = 5
@@ -47,7 +46,7 @@ _MOST_ENTRIES = 4096
 _MOST_TABLES = 2
 # Number of programs for each multiprocessor.
 _PROGRAMS_PER_SM = 8
-# All addresses in a table must be multiples of this number, because threads load as many bytes at once.
+# All addresses in a table must be multiples of this number. A thread may load as many bytes at once.
 _ALIGNMENT = 16
 
 
@@ -93,7 +92,8 @@ class _Rehearsal:
         if _fits(call) and key not in _ready and key not in self.launches:
             launch, config = _launch(x, call.activation)
             self.launches[key] = launch, config, x
-            with contextlib.suppress(dispatch.KernelError):  # compiles the kernel beside those of the model
+            # In a rehearsal this only compiles the kernel, in parallel with the model's other kernels.
+            with contextlib.suppress(dispatch.KernelError):
                 _launch_idly(launch, x)
 
 
@@ -108,9 +108,10 @@ def _is_recorded() -> bool:
 
 
 def _fits(call: Any) -> bool:
-    """True if entries of a table can stand for ``call``. For time embeddings of ResNet blocks they can.
+    """True if a table can describe ``call``, as it can for the time embeddings of ResNet blocks.
 
-    Only these add a second bias, that of a convolution. Odd sizes are left out: their bits might differ.
+    A call needs two biases. Only ResNet blocks pass two: the second is that of a convolution. Sizes must be
+    multiples of ``_COLUMNS``, because results of other sizes might have other bits.
     """
     has_biases = call.bias is not None and call.extra_bias is not None
     is_odd = any(size % _COLUMNS for size in call.weight.shape)
@@ -122,7 +123,7 @@ def _launch(x: Tensor, activation: str) -> tuple[Launch, TileConfig]:
 
     N, K = x.shape
     sms = gpu.num_sms(x.device)
-    # With so many columns a program of every GPU computes ``_COLUMNS`` of them.
+    # With so many columns, ``block_c`` is ``_COLUMNS`` on every GPU.
     config = tile_config(N, _COLUMNS * sms, K, x.itemsize, vector_width(x.itemsize, K), sms)
     launch = Launch(
         kernels._shared_kernel, _PROGRAMS_PER_SM * sms, config.num_warps,
